@@ -1,0 +1,156 @@
+"""The manifest's types, schema version 1. Parsed once, frozen, strict: an unknown field or a wrong type is an error.
+
+Sizes end in `_bytes`. Every hash is 64 lower-case hex digits. Dictionaries are written with sorted keys (canonical.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Constant = int | str
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class RegistryInfo(_Strict):
+    version: str
+    serial: Positive
+
+
+class Toolchain(_Strict):
+    compiler: Literal["nvrtc"]
+    version: str
+    options: dict[str, tuple[str, ...]]
+    """Compile options per architecture, complete and in order."""
+
+
+class Axis(_Strict):
+    """One dimension of an operator's domain.
+
+    Either `choices` is given: `keys` are chosen together, each row of `choices` holds one value per key (num_experts, top_k).
+    Or `first`, `last`, `step` are given: the single key takes every multiple step from first to last, both included.
+    """
+
+    keys: tuple[str, ...]
+    choices: tuple[tuple[Constant, ...], ...] = ()
+    first: int = 0
+    last: int = -1
+    step: Positive = 1
+
+
+class Arg(_Strict):
+    """One kernel argument. `type` is a C scalar for parameters (i32, i64, f32), the element type for buffers (f32, i32, u8, any)."""
+
+    kind: Literal["buffer", "parameter", "tensor_map", "grid"]
+    name: str
+    type: str
+
+
+class GridRule(_Strict):
+    """grid.x = clamp(ceil(param / per), 1, max), a multiple of the cluster; `blocks` instead of `param` when it is constant.
+
+    max_per_sm bounds it by that many blocks an SM; co_resident bounds it by what the driver says can be resident at once
+    (blocks, or clusters when the kernel has a cluster), which a grid-wide join needs.
+    """
+
+    blocks: Count = 0
+    param: str | None = None
+    per: Positive = 1
+    max: Positive | None = None
+    max_per_sm: Positive | None = None
+    co_resident: bool = False
+
+
+class KernelConfig(_Strict):
+    """One launch of a program. A program's kernels are launched in order on one stream."""
+
+    symbol: str
+    block: tuple[Positive, Positive, Positive]
+    cluster: Positive
+    """CTAs in a cluster along x; 1 means that no cluster attribute is set. Above 8 the non-portable attribute is set."""
+    dynamic_smem_bytes: Count
+    grid: GridRule
+    cooperative: bool
+    dependent: bool
+    """Launched with programmatic stream serialization: may start before the previous kernel on the stream has ended."""
+
+
+class Workspace(_Strict):
+    """Scratch memory outside the user's ABI: bytes + bytes_per_token * num_tokens; zeroed once by its owner if `zeroed`."""
+
+    bytes: Count
+    bytes_per_token: Count
+    zeroed: bool
+
+
+class Arm(_Strict):
+    template: str
+    args: tuple[Arg, ...]
+    summary: str
+
+
+class KernelResources(_Strict):
+    registers: Count
+    spill_bytes: Count
+    static_smem_bytes: Count
+
+
+class Build(_Strict):
+    """What one program became on one architecture. `kernels` is in the order of the program's kernels."""
+
+    closure_sha256: Sha256
+    cubin_sha256: Sha256
+    size_bytes: Positive
+    min_driver: Positive
+    """Least CUDA driver API version as cuDriverGetVersion reports it, for example 12000."""
+    kernels: tuple[KernelResources, ...]
+
+
+class Program(_Strict):
+    arm: str
+    constants: dict[str, Constant]
+    """Everything the template was given; num_tokens and block_m are absent when the program serves any."""
+    num_tokens: Count | None
+    block_m: Positive | None
+    flags: tuple[str, ...]
+    kernels: tuple[KernelConfig, ...]
+    workspace: Workspace
+    architectures: tuple[str, ...]
+    builds: dict[str, Build]
+    """Keyed by architecture; exactly the declared `architectures`."""
+
+
+class Route(_Strict):
+    """A box of the domain and the program that serves it. Exact values for choice axes, [first, last] for range axes."""
+
+    where: dict[str, Constant | tuple[int, int]]
+    program: str
+
+
+class Operator(_Strict):
+    abi_version: Positive
+    axes: tuple[Axis, ...]
+    arms: dict[str, Arm]
+    programs: dict[str, Program]
+    routes: dict[str, tuple[Route, ...]]
+    """Keyed by architecture; each list covers the domain without gap or overlap."""
+    notes: dict[str, str]
+    """Keyed by architecture: how its routes came about (measured on which GPU, or reasoned)."""
+
+
+class Manifest(_Strict):
+    schema_version: int
+    registry: RegistryInfo
+    toolchain: Toolchain
+    sources: dict[str, Sha256]
+    """SHA-256 of every template and header, by path under templates/."""
+    operators: dict[str, Operator]
