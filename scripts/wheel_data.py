@@ -1,4 +1,4 @@
-"""The wheel's build hook: real wheels carry the data and exactly the manifest's cubins, editable installs read the checkout.
+"""The wheel's build hook: wheels carry the data and exactly the manifest's cubins, editable installs read the checkout.
 
 Cubins come from build/out where `chord build` left them; what is missing is compiled with the pinned NVRTC, and a cubin
 whose hash is not the manifest's fails the build.
