@@ -1,4 +1,5 @@
-"""A CUDA driver that runs nothing: the functions of cuda.bindings.driver that chord calls, over the real module's types.
+# ruff: noqa: N802 - functions are named as the driver names them
+"""A CUDA driver that runs nothing: the functions of cuda.bindings.driver that chord calls, over the real types.
 
 It records every call, can fail at a chosen one, and keeps the rules that matter here: contexts are per thread, a
 default stream belongs to the current context, and a load in any mode but RELAXED spoils a capture that is open.

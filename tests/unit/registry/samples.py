@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ ARGS = (
 SIGNATURE = "(float* x, const int* map, int num_tokens, float factor, long long total)"
 
 
-@lru_cache(maxsize=1)
+@cache
 def _compiler():
     from chord.build import toolchain
     from chord.build.nvrtc import Nvrtc
@@ -43,7 +43,7 @@ def _compiler():
     return pin, Nvrtc.open(pin)
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(source: str, arch: str) -> bytes:
     """A cubin of CUDA source. Skips where the pinned compiler is not installed."""
     try:
@@ -143,7 +143,7 @@ def plain_manifest(**changes) -> s.Manifest:
 
 
 def built_manifest(store: Store, archs=ARCHS) -> s.Manifest:
-    """`toy.one.t1` (a cluster of 16), `toy.many` (plain) and `toy.pair` (two kernels, a co-resident grid), in a store."""
+    """`toy.one.t1` (a cluster of 16), `toy.many` (plain), `toy.pair` (two kernels, a co-resident grid), in a store."""
     kernels = {
         "toy.one.t1": [kernel("toy_one_t1", cluster=16, dynamic_smem_bytes=200_000, grid=s.GridRule(blocks=16))],
         "toy.many": [kernel("toy_many", grid=s.GridRule(param="num_tokens", per=4, max=100))],

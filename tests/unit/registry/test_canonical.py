@@ -94,7 +94,10 @@ def with_kernel(**changes) -> s.Manifest:
 
 
 CONTRADICTIONS = {
-    "gap": (replaced(routes={"sm_90a": TOY.routes["sm_90a"][1:]}), "sm_90a: width=896, ways=16, num_tokens=0..0.*no route"),
+    "gap": (
+        replaced(routes={"sm_90a": TOY.routes["sm_90a"][1:]}),
+        "sm_90a: width=896, ways=16, num_tokens=0..0.*no route",
+    ),
     "overlap": (replaced(routes={"sm_90a": TOY.routes["sm_90a"] * 2}), "more than one route"),
     "route to nothing": (
         replaced(routes={"sm_90a": (route(896, (0, 1000), "toy.none"), *TOY.routes["sm_90a"][4:])}),
@@ -127,9 +130,15 @@ CONTRADICTIONS = {
     "a grid of nothing": (with_kernel(grid=s.GridRule()), "its grid needs either"),
     "a grid of both": (with_kernel(grid=s.GridRule(blocks=1, param="num_tokens")), "its grid needs either"),
     "a grid that follows a buffer": (with_kernel(grid=s.GridRule(param="x")), "its grid follows x, which is not"),
-    "half a cluster": (with_kernel(cluster=4, grid=s.GridRule(blocks=6)), "6 blocks are no whole number of clusters of 4"),
+    "half a cluster": (
+        with_kernel(cluster=4, grid=s.GridRule(blocks=6)),
+        "6 blocks are no whole number of clusters of 4",
+    ),
     "an argument twice": (with_args(*TOY.arms["many"].args, TOY.arms["many"].args[0]), "an argument is listed twice"),
-    "an unknown type": (with_args(s.Arg(kind="parameter", name="n", type="int")), "parameter type 'int', expected one of"),
+    "an unknown type": (
+        with_args(s.Arg(kind="parameter", name="n", type="int")),
+        "parameter type 'int', expected one of",
+    ),
     "an argument kind of the future": (with_args(s.Arg(kind="tensor_map", name="t", type="u8")), "not tensor_map"),
 }
 

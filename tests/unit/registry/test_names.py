@@ -19,7 +19,9 @@ def test_parse_is_the_inverse_of_str(operator, arm, constants):
     assert name.symbol.isidentifier()
 
 
-@pytest.mark.parametrize("text", ["", "toy", "Toy.one", "toy.one.", "toy.one.t01", "toy.one.8", "toy.one.t-1", "toy..t1"])
+@pytest.mark.parametrize(
+    "text", ["", "toy", "Toy.one", "toy.one.", "toy.one.t01", "toy.one.8", "toy.one.t-1", "toy..t1"]
+)
 def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError, match="name|constant"):
+    with pytest.raises(ValueError, match=r"name|constant"):
         ProgramName.parse(text)
