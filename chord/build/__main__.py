@@ -1,4 +1,4 @@
-"""`python -m chord.build`: build everything and print plain lines; `chord build` does the same with choices and colours."""
+"""`python -m chord.build`: build everything and print plain lines; `chord build` adds choices and colours."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -148,11 +149,10 @@ class Cells:
 def load(path: Path, shown_as: str | None = None) -> tuple[Table, Cells]:
     """Read one operator's table. Raises TableError; `shown_as` replaces the path in messages."""
     data, cells = _read(path, shown_as)
-    for name, known in (("programs", ("arm", "archs", "only")), ("routes", ("archs", "table", "note", "only"))):
-        rest = {"programs": "fixed", "routes": "ranges"}[name]
-        rows = data.get(name, [])
-        if isinstance(rows, list):
-            data[name] = [_gather(row, known, rest) if isinstance(row, dict) else row for row in rows]
+    axes = _convert(data.get("axes", []), tuple[Axis, ...], cells, "axes")
+    ranges = [axis.keys[0] for axis in axes if axis.keys and not axis.choices]
+    _gather(data, "programs", ("arm", "archs", "only"), ranges, "fixed", cells)
+    _gather(data, "routes", ("archs", "table", "note", "only"), ranges[1:], "ranges", cells)
     return _convert(data, Table, cells), cells
 
 
@@ -179,17 +179,26 @@ def _read(path: Path, shown_as: str | None) -> tuple[dict[str, Any], Cells]:
         raise TableError(f"{name}: expected TOML: {error}") from error
 
 
-def _gather(row: dict[str, Any], known: tuple[str, ...], rest: str) -> dict[str, Any]:
-    """Move the keys that are the operator's own (its range axes) into one dictionary under `rest`."""
-    gathered = {key: value for key, value in row.items() if key in known}
-    gathered[rest] = {key: value for key, value in row.items() if key not in known}
-    return gathered
+def _gather(
+    data: dict[str, Any], table: str, known: Sequence[str], axes: Sequence[str], rest: str, cells: Cells
+) -> None:
+    """Move the keys that are the operator's own (its range axes) into one dictionary under `rest`, in each row."""
+    rows = data.get(table, [])
+    for index, row in enumerate(rows if isinstance(rows, list) else []):
+        if not isinstance(row, dict):
+            continue
+        own = {key: row.pop(key) for key in list(row) if key not in known}
+        for key in own:
+            if key not in axes:
+                expected = ", ".join([*known, *axes])
+                raise cells.error(f"{table}[{index}].{key}", f"unknown key: expected one of {expected}")
+        row[rest] = own
 
 
-def _convert(data: dict[str, Any], kind: type[T], cells: Cells) -> T:
+def _convert(data: object, kind: type[T], cells: Cells, outer: str = "") -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
-        cell = path.rstrip("`").lstrip(".").replace(".fixed[...]", "").replace(".ranges[...]", "")
+        cell = (outer + path.rstrip("`")).lstrip(".").replace(".fixed[...]", "").replace(".ranges[...]", "")
         raise cells.error(cell, problem[:1].lower() + problem[1:]) from error
