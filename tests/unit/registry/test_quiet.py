@@ -27,6 +27,7 @@ def hook(event, args):
         complaints.append((event, args))
 
 import ctypes, hashlib
+before = set(sys.modules)
 sys.addaudithook(hook)
 import chord
 import chord.registry
@@ -36,9 +37,8 @@ problem = {"width": 896, "ways": 16, "num_tokens": 7, "block_m": 8}
 selection = registry.lookup("toy", "sm_90a", problem)
 registry.programs(), registry.coverage("toy", "sm_90a")
 assert registry.verify().ok
-complaints = [c for c in complaints]
 assert not complaints, complaints
-loaded = [m for m in sys.modules if m.split(".")[0] in ("torch", "cuda", "jinja2", "typer", "rich", "nvidia", "numpy")]
+loaded = [m for m in set(sys.modules) - before if m.split(".")[0] in ("torch", "cuda", "jinja2", "typer", "rich", "nvidia", "numpy")]
 assert not loaded, loaded
 with open("/proc/self/maps") as maps:
     mapped = maps.read()
