@@ -10,7 +10,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-DATA = ("manifest.json", "registry", "templates")
+DATA = {"registry": (".toml", ".json"), "templates": (".cu.j2", ".cuh")}
+"""Folders that travel, and the endings of the files in them that do: a stray file never gets into a wheel."""
 
 
 class WheelData(BuildHookInterface):  # type: ignore[type-arg]
@@ -21,11 +22,11 @@ class WheelData(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":  # included files would be copied into site-packages and go stale there
             return
         root = Path(self.root)
-        included = {str(root / name): f"chord/_data/{name}" for name in DATA}
-        included[str(root / "build/toolchain.toml")] = "chord/_data/build/toolchain.toml"
-        for cubin in self._cubins(root):
-            included[str(cubin)] = f"chord/_data/build/out/cubins/{cubin.name}"
-        build_data["force_include"].update(included)
+        files = [root / "manifest.json", root / "build" / "toolchain.toml", *self._cubins(root)]
+        for folder, endings in DATA.items():
+            files += [path for path in sorted((root / folder).rglob("*")) if path.name.endswith(endings)]
+        for path in files:
+            build_data["force_include"][str(path)] = f"chord/_data/{path.relative_to(root).as_posix()}"
 
     def _cubins(self, root: Path) -> list[Path]:
         """The manifest's cubins, complete and verified. The builder is that of the tree which is being packed."""
