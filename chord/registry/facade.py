@@ -126,15 +126,18 @@ class Registry:
 
         Raises VerificationError, NoProgramError, UnsupportedDeviceError, DriverError, CaptureError or ForkError.
         """
-        name = selection if isinstance(selection, str) else selection.program_name
+        if isinstance(selection, str):
+            name, arch = selection, None
+        else:
+            name, arch = self._own(selection).program_name, selection.arch
         driver = self._loader.driver
         driver.start()
         if device is None:
             device = driver.current_device()
         found = self._kernels.get((device, name))
-        if found is None:
-            chosen = self._for_device(selection, driver.architecture(device), device)
-            found = self._load(chosen, device)
+        if found is None or arch not in (None, found.arch):
+            with self._lock:
+                found = self._load(self._for_device(name, arch, device), device)
         return found
 
     def preload(
@@ -163,6 +166,9 @@ class Registry:
         return tuple(names)
 
     def _load(self, chosen: Selection, device: int) -> Kernel:
+        known = self._kernels.get((device, chosen.program_name))
+        if known is not None:
+            return known
         driver = self._loader.driver
         place = f"{chosen.program_name} for {chosen.arch}"
         available = driver.version()
@@ -178,25 +184,32 @@ class Registry:
             place,
             lambda: verified_bytes(self.store, chosen.program_name, chosen.program, chosen.arm, chosen.arch),
         )
-        kernel = Kernel(chosen.program_name, chosen.program, chosen.arm, device, driver, functions)
-        return self._kernels.setdefault((device, chosen.program_name), kernel)
+        kernel = Kernel(chosen.program_name, chosen.program, chosen.arm, chosen.arch, device, driver, functions)
+        self._kernels[device, chosen.program_name] = kernel
+        return kernel
 
-    def _for_device(self, selection: Selection | str, arch: str, device: int) -> Selection:
-        if isinstance(selection, str):
-            operator = selection.partition(".")[0]
-            definition = self._operator(operator)
-            if selection not in definition.programs:
-                raise NoProgramError(f"{selection}: no such program of {operator}; `chord ls` lists those that exist")
-            chosen = self._selection(operator, definition, selection, arch)
-        else:
-            chosen = selection
-        if chosen.arch != arch or arch not in chosen.program.builds:
+    def _for_device(self, name: str, selected: str | None, device: int) -> Selection:
+        """The program's build for a device. selected: the architecture that was looked up, if one was."""
+        operator = name.partition(".")[0]
+        definition = self._operator(operator)
+        if name not in definition.programs:
+            raise NoProgramError(f"{name}: no such program of {operator}; `chord ls` lists those that exist")
+        needed = self._loader.driver.architecture(device)
+        builds = definition.programs[name].builds
+        if needed not in builds or selected not in (None, needed):
             raise UnsupportedDeviceError(
-                f"{chosen.program_name}: device {device} needs {arch}, "
-                f"has {', '.join(ordered(chosen.program.builds))}"
-                + ("" if chosen.arch == arch else f", and {chosen.arch} was selected")
+                f"{name}: device {device} needs {needed}, has {', '.join(ordered(builds))}"
+                + ("" if selected in (None, needed) else f", and {selected} was selected")
             )
-        return chosen
+        return self._selection(operator, definition, name, needed)
+
+    def _own(self, selection: Selection) -> Selection:
+        ours = self._operator(selection.operator).programs.get(selection.program_name)
+        if ours is not selection.program:
+            raise ValueError(
+                f"{selection.program_name}: selected from another registry than {self.root}; look it up here"
+            )
+        return selection
 
     def _selection(self, operator: str, definition: Operator, name: str, arch: str) -> Selection:
         program = definition.programs[name]

@@ -36,10 +36,18 @@ class Kernel:
     """All kernels of one program, loaded on one device. Made by `Registry.load`."""
 
     def __init__(
-        self, name: str, program: Program, arm: Arm, device: int, driver: Driver, functions: Sequence[Handle]
+        self,
+        name: str,
+        program: Program,
+        arm: Arm,
+        arch: str,
+        device: int,
+        driver: Driver,
+        functions: Sequence[Handle],
     ) -> None:
         self.name = name
         self.program = program
+        self.arch = arch
         self.device = device
         self.args = arm.args
         self._driver = driver

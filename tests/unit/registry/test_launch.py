@@ -120,11 +120,11 @@ def test_clusters_that_fit(root):
     from chord.registry.schema import Arm
 
     arm = Arm(template="t", args=samples.ARGS, summary="")
-    made = Kernel("toy.k", samples.program("k", [kernel]), arm, 0, Driver(api), [0x77])
+    made = Kernel("toy.k", samples.program("k", [kernel]), arm, "sm_90a", 0, Driver(api), [0x77])
     assert made.prepare(GOOD | {"num_tokens": 10**6}).grids == (128,)
     api.clusters = 0
     with pytest.raises(UnsupportedDeviceError, match=r"cannot hold one cluster of 16 blocks"):
-        Kernel("toy.k", samples.program("k", [kernel]), arm, 0, Driver(api), [0x77])
+        Kernel("toy.k", samples.program("k", [kernel]), arm, "sm_90a", 0, Driver(api), [0x77])
 
 
 def test_the_launch_follows_the_current_stream(many, api):

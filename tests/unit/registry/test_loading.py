@@ -78,6 +78,15 @@ def test_a_selection_for_another_architecture_is_refused(root):
         registry.load(selection, 0)
     with pytest.raises(UnsupportedDeviceError, match=r"toy.many: device 1 needs sm_103a, has sm_90a, sm_100a$"):
         registry.load("toy.many", 1)
+    registry.load("toy.many", 0)
+    with pytest.raises(UnsupportedDeviceError, match=r"and sm_100a was selected"):
+        registry.load(selection, 0)
+
+
+def test_a_selection_of_another_registry_is_refused(registry, root, api):
+    other = samples.opened(root, api)
+    with pytest.raises(ValueError, match=r"toy.many: selected from another registry"):
+        registry.load(other.lookup("toy", "sm_90a", PROBLEM))
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 1), (12, 0), (12, 1), (9, 1), (11, 0)])

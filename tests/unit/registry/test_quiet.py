@@ -38,7 +38,8 @@ selection = registry.lookup("toy", "sm_90a", problem)
 registry.programs(), registry.coverage("toy", "sm_90a")
 assert registry.verify().ok
 assert not complaints, complaints
-loaded = [m for m in set(sys.modules) - before if m.split(".")[0] in ("torch", "cuda", "jinja2", "typer", "rich", "nvidia", "numpy")]
+unwanted = ("torch", "cuda", "jinja2", "typer", "rich", "nvidia", "numpy")
+loaded = [m for m in set(sys.modules) - before if m.split(".")[0] in unwanted]
 assert not loaded, loaded
 with open("/proc/self/maps") as maps:
     mapped = maps.read()
