@@ -1,0 +1,51 @@
+// Shared memory by its 32-bit address (shared_address): no window arithmetic at each access, and stores under a predicate
+// instead of a branch.
+#pragma once
+#include "common/types.cuh"
+
+namespace ptx {
+
+__device__ __forceinline__ uint4 load_shared_v4(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 load_shared(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 load_shared_u16(u32 at) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared_if(bool condition, u32 at, uint4 v) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %0, 0;\n\t"
+        "@p st.shared.v4.u32 [%1], {%2, %3, %4, %5};\n\t}" ::"r"(static_cast<u32>(condition)),
+        "r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        : "memory");
+}
+
+__device__ __forceinline__ void store_shared_if(bool condition, u32 at, u32 v) {
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %0, 0;\n\t@p st.shared.u32 [%1], %2;\n\t}" ::"r"(
+                     static_cast<u32>(condition)),
+                 "r"(at), "r"(v)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_u16_if(bool condition, u32 at, u32 v) {
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %0, 0;\n\t@p st.shared.u16 [%1], %2;\n\t}" ::"r"(
+                     static_cast<u32>(condition)),
+                 "r"(at), "h"(static_cast<u16>(v))
+                 : "memory");
+}
+
+}  // namespace ptx
