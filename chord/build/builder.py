@@ -20,7 +20,7 @@ from chord.build.jobs import Key, Selection, Work
 from chord.build.make import Failure, Made, Maker, Progress, Step
 from chord.build.pool import default_jobs
 from chord.build.tree import Tree
-from chord.errors import CompileError, ManifestError
+from chord.errors import CompileError, ManifestError, TableError
 from chord.registry import canonical
 from chord.registry.schema import Build, Manifest
 from chord.registry.store import Store
@@ -79,7 +79,7 @@ def build(
         work = jobs_module.read(tree)
         selected = work.selected(selection)
         finished = Finished(tree.work)
-        made = Maker(work.pin, jobs or default_jobs(), progress, finished, keep=True).make(selected)
+        made = Maker(work.pin, default_jobs() if jobs is None else jobs, progress, finished, keep=True).make(selected)
         failures = _keep_failures(tree, made.failures)
         if failures:
             raise BuildFailedError(failures)
@@ -144,12 +144,15 @@ def _complete(tree: Tree, work: Work, made: Made, finished: Finished) -> tuple[K
             continue
         data = finished.find(job.closure.sha256) if job.closure else None
         entry = recorded.get(job.key)
-        if data is not None:
-            made.builds[job.key] = describe(job, data)
-            made.cubins[job.key] = data
-        elif job.closure and entry and entry.closure_sha256 == job.closure.sha256:
-            made.builds[job.key] = entry
-        else:
+        try:
+            if data is not None:
+                made.builds[job.key] = describe(job, data)
+                made.cubins[job.key] = data
+            elif job.closure and entry and entry.closure_sha256 == job.closure.sha256:
+                made.builds[job.key] = entry
+            else:
+                stale.append(job.key)
+        except (CompileError, TableError):  # finished under limits that are no longer the table's
             stale.append(job.key)
     return tuple(stale)
 

@@ -63,7 +63,9 @@ def check(
     recorded = recorded_builds(manifest)
     differences, same_closure = _compare_closures(selected, recorded)
     finished = None if fresh else Finished(tree.work)
-    made = Maker(work.pin, jobs or default_jobs(), progress or _silent, finished, keep=False).make(same_closure)
+    made = Maker(work.pin, default_jobs() if jobs is None else jobs, progress or _silent, finished, keep=False).make(
+        same_closure
+    )
     if made.failures:
         raise BuildFailedError(tuple(made.failures))
     differences += [found for key, build in made.builds.items() for found in _compare_builds(key, recorded[key], build)]
