@@ -26,13 +26,18 @@ from chord.registry.schema import Build, Manifest
 from chord.registry.store import Store
 
 
+_SHOWN = 10
+"""Failures whose logs one message shows: a mistake in a header would repeat the same log for every program."""
+
+
 class BuildFailedError(CompileError):
     """Cubins that could not be made; nothing was published. `failures` has each with its log."""
 
     def __init__(self, failures: tuple[Failure, ...]) -> None:
         self.failures = failures
-        listed = "\n".join(str(failure) for failure in failures)
-        super().__init__(f"{len(failures)} cubin{'s' * (len(failures) != 1)} could not be built:\n{listed}")
+        listed = [str(failure) for failure in failures[:_SHOWN]] + [failure.headline for failure in failures[_SHOWN:]]
+        count = "1 cubin" if len(failures) == 1 else f"{len(failures)} cubins"
+        super().__init__("\n".join([f"{count} could not be built:", *listed]))
 
 
 @dataclass(frozen=True)
