@@ -25,7 +25,6 @@ from chord.registry import canonical
 from chord.registry.schema import Build, Manifest
 from chord.registry.store import Store
 
-
 _SHOWN = 10
 """Failures whose logs one message shows: a mistake in a header would repeat the same log for every program."""
 
@@ -89,7 +88,7 @@ def build(
         if failures:
             raise BuildFailedError(failures)
         stale = _complete(tree, work, made, finished)
-        removed, digest = ((), None) if stale else _publish(tree, assemble(tree, work, made.builds), made)
+        removed, digest = ((), None) if stale else _publish(tree, assemble(work, made.builds), made)
         if not stale:
             finished.prune({job.require_closure().sha256 for job in work.jobs})
     return BuildReport(

@@ -110,7 +110,7 @@ def _compare_rest(
     if manifest is None:
         yield Difference("", "", f"{tree.manifest}: expected the manifest, found no file; write it with `chord build`")
         return
-    expected = assemble(tree, work, recorded)
+    expected = assemble(work, recorded)
     theirs, ours = msgspec.to_builtins(manifest), msgspec.to_builtins(expected)
     for path in _unequal_paths(theirs, ours, ""):
         yield Difference("", "", f"manifest.json: {path} is not what the sources say; write it with `chord build`")

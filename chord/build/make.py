@@ -53,7 +53,7 @@ class Failure:
     @property
     def headline(self) -> str:
         """Program, architecture, file and line."""
-        return f"{self.program} for {self.arch}{': ' * bool(self.where)}{self.where}"
+        return ": ".join(filter(None, [f"{self.program} for {self.arch}", self.where]))
 
     def __str__(self) -> str:
         lines = [self.headline]
