@@ -25,8 +25,7 @@ class AnyBuild(dict):
 
 @pytest.fixture(scope="module")
 def operators():
-    tree = Tree.default()
-    return assemble(tree, read(tree), AnyBuild()).operators
+    return assemble(read(Tree.default()), AnyBuild()).operators
 
 
 def axis(operator, key):
