@@ -75,7 +75,7 @@ def tune_router(
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 41,
     commit: Commit = None,
 ) -> None:
-    """Time every router arm at every size and write the routes into registry/fused_router.toml; then run `chord build`."""
+    """Time every router arm at every size and write the routes into the registry; then run `chord build`."""
     _require_gpu()
     from chord.tune.router import tune, write_tuned
 
