@@ -43,7 +43,8 @@ def fused_router(
     routed_scaling_factor: multiplies the weights, once, in either case.
     local_experts: the experts of this rank: a range of global ids, or an int32 map [E] from global to local id with -1
         for experts that live elsewhere. The plan then covers local experts alone, under local ids; topk_ids and
-        topk_weights stay global and complete.
+        topk_weights stay global and complete. A map must give each local id to one expert at most: this is not
+        checked, and the plan of one that does not is meaningless.
     num_local_experts: with a map, how many local ids there are. If not given it is the plan's, else read from the map.
     plan: buffers to write instead of new ones, from `chord.allocate_route_plan`.
 
