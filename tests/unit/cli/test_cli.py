@@ -146,6 +146,26 @@ def test_doctor_reports_registry_driver_compiler_and_settings(tree: Path) -> Non
     assert {"driver", "torch", "CHORD_REGISTRY", "CHORD_PIN"} <= set(checks)
 
 
+def test_r23_a_build_honours_the_settings(tree: Path, tmp_path: Path) -> None:
+    root = toytree.write(tmp_path / "tree")
+    assert run("build", CHORD_REGISTRY=str(root)).returncode == 0
+    digest = json.loads(chord("verify", "--registry", root, "--json"))["manifest_sha256"]
+    for option in ("--check", "--locked"):
+        assert run("build", option, CHORD_REGISTRY=str(root), CHORD_PIN=digest).returncode == 0
+        refused = run("build", option, "--root", tree, CHORD_REGISTRY="/nowhere", CHORD_PIN="0" * 64)
+        assert (refused.returncode, "CHORD_PIN expects" in refused.stderr) == (1, True)
+    refused = run("build", "--root", root, CHORD_PIN=digest)
+    assert (refused.returncode, "CHORD_PIN is set" in refused.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("words", [["build"], ["build", "--check"]])
+def test_a_folder_without_sources_is_left_alone(tmp_path: Path, words: list[str]) -> None:
+    refused = run(*words, CHORD_REGISTRY=str(tmp_path))
+    assert refused.returncode == 1
+    assert f"error: {tmp_path} holds no sources" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("name", "value"), [("CHORD_PIN", "xyz"), ("CHORD_REGISTRY", " ")])
 def test_doctor_reports_a_setting_that_cannot_be_honoured(name: str, value: str) -> None:
     done = run("doctor", "--json", **{name: value})
