@@ -73,7 +73,9 @@ def router_cases(
     experts = int(constants["num_experts"])
     dtype = _DTYPES[str(constants["logits"])]
     block_m = program.block_m or RUN_TIME_BLOCK_M
-    limit = int(constants.get("max_tokens", max(counts, default=0)))
+    limit = program.limit("num_tokens")
+    if limit is None:
+        limit = max(counts, default=0)
     sizes = [program.num_tokens] if program.num_tokens is not None else [n for n in {*counts, limit} if n <= limit]
     for tokens in sorted(sizes):
         yield normal_case(tokens, experts, dtype, device), Settings(block_m)

@@ -109,6 +109,9 @@ def _route_problems(operator: Operator, arch: str, route: Route) -> Iterator[str
     if arch not in program.architectures:
         yield f"the program is declared for {', '.join(program.architectures)}"
     for key, side in route.where.items():
+        limit = program.limit(key)
+        if limit is not None and isinstance(side, tuple) and side[1] > limit:
+            yield f"covers {key} {side}, the program serves at most {limit}"
         fixed = program.constants.get(key)
         if fixed is None:
             continue

@@ -134,6 +134,14 @@ class Program(_Strict, frozen=True, kw_only=True):
     builds: dict[str, Build]
     """Keyed by architecture; exactly the declared `architectures`."""
 
+    def limit(self, key: str) -> int | None:
+        """The largest value of a range key that the program serves; None when it has no limit.
+
+        It is the constant `max_tokens` for num_tokens, `max_pairs` for num_pairs.
+        """
+        limit = self.constants.get("max_" + key.removeprefix("num_"))
+        return limit if isinstance(limit, int) else None
+
 
 class Route(_Strict, frozen=True, kw_only=True):
     """A box of the domain and its program. Exact values for choice axes, [first, last] for range axes."""

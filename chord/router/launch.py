@@ -226,22 +226,23 @@ def load(operator: str, device: int, problem: Problem, program: str | None = Non
 
 
 def admits(program: Program, problem: Mapping[str, int | str]) -> bool:
-    """Whether a program can serve a problem: each constant that is also a key of the problem agrees.
+    """Whether a program can serve a problem: its constants agree with the problem's values, its limits hold them."""
+    return all(
+        program.constants.get(key, value) == value and _within(program.limit(key), value)
+        for key, value in problem.items()
+    )
 
-    A program that serves any number of tokens up to a limit has the constant `max_tokens`.
-    """
-    limit = program.constants.get("max_tokens")
-    if isinstance(limit, int) and int(problem.get("num_tokens", 0)) > limit:
-        return False
-    return all(program.constants.get(key, value) == value for key, value in problem.items())
+
+def _within(limit: int | None, value: int | str) -> bool:
+    return limit is None or int(value) <= limit
 
 
 def check_admits(name: str, program: Program, problem: Mapping[str, int | str]) -> None:
     """Raises NoProgramError for a program that was compiled for another problem."""
     if not admits(program, problem):
-        keys = (*problem, "max_tokens")
-        fixed = {key: program.constants[key] for key in keys if key in program.constants}
-        raise NoProgramError(f"{name}: compiled for {fixed}, asked for {dict(problem)}")
+        fixed = {key: program.constants[key] for key in problem if key in program.constants}
+        limits = {f"most {key}": limit for key in problem if (limit := program.limit(key)) is not None}
+        raise NoProgramError(f"{name}: compiled for {fixed | limits}, asked for {dict(problem)}")
 
 
 def check_abi(operator: str, definition: Operator, name: str, program: Program) -> tuple[str, ...]:

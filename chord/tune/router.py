@@ -125,8 +125,8 @@ class _Sweep:
             self.exact.setdefault(tokens, {})[arm] = us
             return
         self.general.setdefault(tokens, {})[arm] = us
-        limit = program.constants.get("max_tokens")
-        if isinstance(limit, int):
+        limit = program.limit("num_tokens")
+        if limit is not None:
             self.limits[arm] = limit
 
 

@@ -107,6 +107,10 @@ CONTRADICTIONS = {
         replaced(routes={"sm_90a": (route(896, (0, 1000), "toy.one.t1"), *TOY.routes["sm_90a"][4:])}),
         r"covers num_tokens \(0, 1000\), the program is made for 1",
     ),
+    "route beyond a limit": (
+        with_program("toy.many", constants={"max_tokens": 4}),
+        r"covers num_tokens \(\d+, \d+\), the program serves at most 4",
+    ),
     "route on another architecture": (
         replaced(routes={"sm_103a": TOY.routes["sm_90a"]}),
         "sm_103a: route of toy.many: the program is declared for sm_90a, sm_100a",
