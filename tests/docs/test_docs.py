@@ -74,3 +74,16 @@ def test_adding_a_kernel_builds_as_shown(tmp_path: Path) -> None:
     assert registry.lookup("scale", "sm_103a", {"num_tokens": 7}).program_name == "scale.block"
     assert registry.verify().ok
     assert json.loads((tmp_path / "manifest.json").read_text())["operators"]["scale"]["arms"]["block"]["template"]
+
+
+def test_figures_are_those_of_the_committed_results(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="chord.bench needs torch")
+    assert torch
+    from chord.bench import docs
+
+    for page in [page for page in PAGES if "<!-- figures:" in page.read_text()]:
+        copy = tmp_path / page.name
+        copy.write_text(page.read_text())
+        assert not docs.update(copy, ROOT / "bench/results"), f"{page.name}: run `chord bench docs`"
+        for drawing in tmp_path.glob("*.svg"):
+            assert drawing.read_text() == (page.parent / drawing.name).read_text(), "run `chord bench docs`"
