@@ -21,22 +21,23 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     pass
 
 
-class RegistryInfo(_Strict):
+class RegistryInfo(_Strict, frozen=True, kw_only=True):
     version: str
     serial: Positive
 
 
-class Toolchain(_Strict):
+class Toolchain(_Strict, frozen=True, kw_only=True):
     compiler: Literal["nvrtc"]
     version: str
     options: dict[str, tuple[str, ...]]
     """Compile options per architecture, complete and in order."""
 
 
-class Axis(_Strict):
+class Axis(_Strict, frozen=True, kw_only=True):
     """One dimension of an operator's domain.
 
-    Either `choices` is given: `keys` are chosen together, each row of `choices` holds one value per key (num_experts, top_k).
+    Either `choices` is given: `keys` are chosen together, each row of `choices` holds one value per key
+    (num_experts, top_k).
     Or `first`, `last`, `step` are given: the single key takes every multiple step from first to last, both included.
     """
 
@@ -47,19 +48,22 @@ class Axis(_Strict):
     step: Positive = 1
 
 
-class Arg(_Strict):
-    """One kernel argument. `type` is a C scalar for parameters (i32, i64, f32), the element type for buffers (f32, i32, u8, any)."""
+class Arg(_Strict, frozen=True, kw_only=True):
+    """One kernel argument.
+
+    `type` is a C scalar for parameters (i32, i64, f32), the element type for buffers (f32, i32, u8, any).
+    """
 
     kind: Literal["buffer", "parameter", "tensor_map", "grid"]
     name: str
     type: str
 
 
-class GridRule(_Strict):
-    """grid.x = clamp(ceil(param / per), 1, max), a multiple of the cluster; `blocks` instead of `param` when it is constant.
+class GridRule(_Strict, frozen=True, kw_only=True):
+    """grid.x = clamp(ceil(param / per), 1, max), a multiple of the cluster; `blocks` instead of `param` if constant.
 
-    max_per_sm bounds it by that many blocks an SM; co_resident bounds it by what the driver says can be resident at once
-    (blocks, or clusters when the kernel has a cluster), which a grid-wide join needs.
+    max_per_sm bounds it by that many blocks an SM; co_resident bounds it by what the driver says can be resident at
+    once (blocks, or clusters when the kernel has a cluster), which a grid-wide join needs.
     """
 
     blocks: Count = 0
@@ -70,13 +74,13 @@ class GridRule(_Strict):
     co_resident: bool = False
 
 
-class KernelConfig(_Strict):
+class KernelConfig(_Strict, frozen=True, kw_only=True):
     """One launch of a program. A program's kernels are launched in order on one stream."""
 
     symbol: str
     block: tuple[Positive, Positive, Positive]
     cluster: Positive
-    """CTAs in a cluster along x; 1 means that no cluster attribute is set. Above 8 the non-portable attribute is set."""
+    """CTAs in a cluster along x; 1: no cluster attribute is set. Above 8 the non-portable attribute is set."""
     dynamic_smem_bytes: Count
     grid: GridRule
     cooperative: bool
@@ -84,27 +88,27 @@ class KernelConfig(_Strict):
     """Launched with programmatic stream serialization: may start before the previous kernel on the stream has ended."""
 
 
-class Workspace(_Strict):
-    """Scratch memory outside the user's ABI: bytes + bytes_per_token * num_tokens; zeroed once by its owner if `zeroed`."""
+class Workspace(_Strict, frozen=True, kw_only=True):
+    """Scratch memory outside the user's ABI: bytes + bytes_per_token * num_tokens; zeroed once if `zeroed`."""
 
     bytes: Count
     bytes_per_token: Count
     zeroed: bool
 
 
-class Arm(_Strict):
+class Arm(_Strict, frozen=True, kw_only=True):
     template: str
     args: tuple[Arg, ...]
     summary: str
 
 
-class KernelResources(_Strict):
+class KernelResources(_Strict, frozen=True, kw_only=True):
     registers: Count
     spill_bytes: Count
     static_smem_bytes: Count
 
 
-class Build(_Strict):
+class Build(_Strict, frozen=True, kw_only=True):
     """What one program became on one architecture. `kernels` is in the order of the program's kernels."""
 
     closure_sha256: Sha256
@@ -115,7 +119,7 @@ class Build(_Strict):
     kernels: tuple[KernelResources, ...]
 
 
-class Program(_Strict):
+class Program(_Strict, frozen=True, kw_only=True):
     arm: str
     constants: dict[str, Constant]
     """Everything the template was given; num_tokens and block_m are absent when the program serves any."""
@@ -129,14 +133,14 @@ class Program(_Strict):
     """Keyed by architecture; exactly the declared `architectures`."""
 
 
-class Route(_Strict):
-    """A box of the domain and the program that serves it. Exact values for choice axes, [first, last] for range axes."""
+class Route(_Strict, frozen=True, kw_only=True):
+    """A box of the domain and its program. Exact values for choice axes, [first, last] for range axes."""
 
     where: dict[str, Constant | tuple[int, int]]
     program: str
 
 
-class Operator(_Strict):
+class Operator(_Strict, frozen=True, kw_only=True):
     abi_version: Positive
     axes: tuple[Axis, ...]
     arms: dict[str, Arm]
@@ -147,7 +151,7 @@ class Operator(_Strict):
     """Keyed by architecture: how its routes came about (measured on which GPU, or reasoned)."""
 
 
-class Manifest(_Strict):
+class Manifest(_Strict, frozen=True, kw_only=True):
     schema_version: int
     registry: RegistryInfo
     toolchain: Toolchain

@@ -1,0 +1,87 @@
+"""Verified, ahead-of-time compiled GPU kernels, and the operators over them.
+
+Everything is imported when it is first asked for: `import chord` itself needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chord._version import __version__
+
+if TYPE_CHECKING:
+    from chord.errors import ChordError as ChordError
+    from chord.registry import Kernel as Kernel
+    from chord.registry import PreparedLaunch as PreparedLaunch
+    from chord.registry import Registry as Registry
+    from chord.registry import Selection as Selection
+    from chord.router import allocate_route_plan as allocate_route_plan
+    from chord.router import fused_router as fused_router
+    from chord.router import max_route_blocks as max_route_blocks
+    from chord.router import prepare_fused_router as prepare_fused_router
+    from chord.router import route_plan as route_plan
+
+_HOMES = {
+    "ChordError": "chord.errors",
+    "Kernel": "chord.registry",
+    "PreparedLaunch": "chord.registry",
+    "Registry": "chord.registry",
+    "Selection": "chord.registry",
+    "allocate_route_plan": "chord.router",
+    "fused_router": "chord.router",
+    "max_route_blocks": "chord.router",
+    "prepare_fused_router": "chord.router",
+    "route_plan": "chord.router",
+}
+"""Where each public name is defined."""
+
+_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune"])
+_OWN = _MODULES | {"__init__", "_data", "_paths", "_settings", "_version"}
+"""What may lie in this folder. Another public project has the import root `chord`, too."""
+
+
+def __getattr__(name: str) -> object:
+    if name in ("errors", "registry"):
+        return import_module(f"chord.{name}")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'chord' has no attribute {name!r}")
+    try:
+        value = getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"chord.{name} needs torch: pip install 'chord-registry[torch]'", name="torch") from error
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """Two distributions that share an import root overwrite each other's files: better no chord than a mixed one."""
+    foreign = sorted(
+        entry.name for entry in folder.iterdir() if _is_code(entry) and entry.name.split(".")[0] not in _OWN
+    )
+    if foreign:
+        raise ImportError(
+            f"{folder} holds files of another distribution ({', '.join(foreign)}): expected chord-registry alone; "
+            "uninstall the other project whose import root is chord, then reinstall chord-registry",
+            name="chord",
+        )
+
+
+def _is_code(entry: Path) -> bool:
+    """A module, or a folder with modules in it; left-over empty folders do no harm."""
+    if entry.suffix in (".py", ".pyd", ".so"):
+        return True
+    return entry.is_dir() and entry.name != "__pycache__" and any(entry.glob("*.py"))
+
+
+_refuse_foreign_files(Path(__file__).parent)
+
+__all__ = ["__version__", *_HOMES]

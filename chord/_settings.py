@@ -1,0 +1,67 @@
+"""The CHORD_ variables: one table of those that exist, read in one place.
+
+A known variable is honoured or refused, an unknown one is warned about once per process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from chord.errors import SettingsError
+
+PREFIX = "CHORD_"
+KNOWN = {
+    "CHORD_REGISTRY": "folder that holds manifest.json and the cubin store, instead of the packaged registry",
+    "CHORD_PIN": "SHA-256 digest that the manifest must have, 64 lower-case hex digits",
+}
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for; None where it says nothing."""
+
+    registry: Path | None = None
+    pin: str | None = None
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read the environment. Raises SettingsError for a known variable whose value cannot be honoured."""
+    _warn_of_unknown(environ)
+    registry = environ.get("CHORD_REGISTRY")
+    if registry is not None and not registry.strip():
+        raise SettingsError("CHORD_REGISTRY is empty: expected a folder that holds manifest.json; set one or unset it")
+    pin = environ.get("CHORD_PIN")
+    return Settings(
+        registry=None if registry is None else Path(registry),
+        pin=None if pin is None else checked_pin(pin, "CHORD_PIN"),
+    )
+
+
+def checked_pin(pin: str, source: str) -> str:
+    """`pin` if it is a digest. Raises SettingsError naming `source` otherwise."""
+    if not re.fullmatch("[0-9a-f]{64}", pin):
+        raise SettingsError(
+            f"{source} {pin!r} is not a digest: expected the manifest's SHA-256 as 64 lower-case hex digits, "
+            f"got {len(pin)} characters"
+        )
+    return pin
+
+
+def _warn_of_unknown(environ: Mapping[str, str]) -> None:
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in KNOWN and name not in _warned:
+            _warned.add(name)
+            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.0)[0]
+            warnings.warn(
+                f"{name} is not a variable that chord knows; did you mean {nearest}? It has no effect "
+                f"(known: {', '.join(sorted(KNOWN))})",
+                stacklevel=4,
+            )

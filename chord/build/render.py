@@ -1,0 +1,77 @@
+"""Templates to CUDA source, and the tables' expressions to values. Strict: a name that is not defined is an error.
+
+Deterministic: nothing in the environment depends on time, chance or the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jinja2
+
+from chord.errors import TableError
+from chord.registry.schema import Constant
+
+
+class RenderError(TableError):
+    """A template that cannot be rendered with a program's constants; names the template and the line."""
+
+
+class Renderer:
+    """Renders the templates of one folder."""
+
+    def __init__(self, templates: Path) -> None:
+        self._environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(templates, encoding="utf-8"),
+            undefined=jinja2.StrictUndefined,
+            autoescape=False,  # noqa: S701 - the output is CUDA, not HTML
+            keep_trailing_newline=True,
+            newline_sequence="\n",
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,
+        )
+        del self._environment.filters["random"], self._environment.globals["lipsum"]
+
+    def render(self, template: str, constants: Mapping[str, Constant], symbol: str) -> str:
+        """The CUDA source of one program. `template` is a path under the templates folder. Raises RenderError."""
+        try:
+            return self._environment.get_template(template).render(**constants, symbol=symbol)
+        except jinja2.TemplateNotFound as error:
+            raise RenderError(f"templates/{error.name}: no such template") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise RenderError(f"templates/{error.name or template}:{error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, UnicodeDecodeError) as error:
+            line = _line_in(error, template)
+            raise RenderError(f"templates/{template}:{line}: {error}; given are {_given(constants)}") from error
+
+    def evaluate(self, expression: Constant, constants: Mapping[str, Constant]) -> Constant:
+        """The value of a table's expression: numbers are themselves. Raises ValueError that says what went wrong."""
+        if isinstance(expression, int):
+            return expression
+        try:
+            compiled = self._environment.compile_expression(expression, undefined_to_none=False)
+            value = compiled(**constants)
+            if isinstance(value, jinja2.Undefined):
+                str(value)  # raises: a bare undefined name is returned rather than used
+        except (jinja2.TemplateError, ArithmeticError, TypeError) as error:
+            raise ValueError(f"expression {expression!r}: {error}; given are {_given(constants)}") from error
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError(f"expression {expression!r}: expected a whole number, got {value!r}")
+        return value
+
+
+def _line_in(error: BaseException, template: str) -> int | str:
+    """The template's line on which `error` was raised: Jinja rewrites its frames to the template's lines."""
+    line: int | str = "?"
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.endswith(template):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _given(constants: Mapping[str, Constant]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in constants.items()) or "no constants"

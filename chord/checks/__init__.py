@@ -1,0 +1,1 @@
+"""Checks of the operators against their references, for `chord qualify` and tests/gpu. Needs torch."""

@@ -1,0 +1,144 @@
+"""Running the router on poisoned buffers and comparing everything that it wrote, and everything that it must not
+write.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poisoned_plan
+from chord.checks.inputs import RouterCase
+from chord.router import RoutePlan, fused_router, max_route_blocks, prepare_fused_router, route_plan
+from chord.router.experts import resolve_local_experts
+from chord.router.plan import empty_route_plan
+
+SPARE_BLOCKS = 3
+"""Capacity beyond the worst case, to see that it stays untouched."""
+
+
+class Settings(NamedTuple):
+    """The arguments of a router call besides its tensors."""
+
+    block_m: int = 8
+    renormalize: bool = True
+    routed_scaling_factor: float = 1.0
+    local_experts: range | torch.Tensor | None = None
+    num_local_experts: int | None = None
+
+
+class Buffers(NamedTuple):
+    """Poisoned outputs of one router call."""
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    plan: RoutePlan
+
+
+def spacious_plan(
+    num_tokens: int, top_k: int, num_local: int, block_m: int, device: torch.device, spare: int = SPARE_BLOCKS
+) -> RoutePlan:
+    """A poisoned plan with `spare` blocks more than can be needed."""
+    blocks = max_route_blocks(num_tokens, top_k, num_local, block_m) + spare
+    plan = empty_route_plan(0, top_k, num_local, block_m, device)
+    return poisoned_plan(
+        plan._replace(
+            sorted_token_ids=torch.empty(blocks * block_m, dtype=torch.int32, device=device),
+            expert_ids=torch.empty(blocks, dtype=torch.int32, device=device),
+        )
+    )
+
+
+def poisoned_buffers(case: RouterCase, settings: Settings, spare: int = SPARE_BLOCKS) -> Buffers:
+    """Outputs for one call, all poisoned (NaN weights)."""
+    tokens, device = case.logits.shape[0], case.logits.device
+    _, num_local = resolve_local_experts(
+        settings.local_experts, case.logits.shape[1], device, settings.num_local_experts
+    )
+    return Buffers(
+        torch.full((tokens, case.top_k), float("nan"), device=device),
+        torch.full((tokens, case.top_k), POISON, dtype=torch.int32, device=device),
+        spacious_plan(tokens, case.top_k, num_local, settings.block_m, device, spare),
+    )
+
+
+def router_problems(case: RouterCase, settings: Settings, written: Buffers) -> list[str]:
+    """Everything that is wrong with the outputs of a call on poisoned buffers."""
+    problems = check_ids(written.topk_ids, case.logits, case.bias)
+    if not problems:  # weights and plan are judged given valid ids
+        problems += check_weights(
+            written.topk_weights,
+            written.topk_ids,
+            case.logits,
+            case.bias,
+            settings.renormalize,
+            settings.routed_scaling_factor,
+        )
+        expert_map, _ = resolve_local_experts(
+            settings.local_experts, case.logits.shape[1], case.logits.device, settings.num_local_experts
+        )
+        problems += check_plan(written.plan, written.topk_ids, case.logits.shape[1], settings.block_m, expert_map)
+    return problems
+
+
+def run_prepared(case: RouterCase, settings: Settings, program: str | None = None, launches: int = 1) -> Buffers:
+    """Outputs of a prepared launch on poisoned buffers, launched so many times."""
+    buffers = poisoned_buffers(case, settings)
+    prepared = prepare_fused_router(
+        case.logits,
+        case.bias,
+        top_k=case.top_k,
+        **settings._asdict(),
+        plan=buffers.plan,
+        topk_weights=buffers.topk_weights,
+        topk_ids=buffers.topk_ids,
+        program=program,
+    )
+    for _ in range(launches):
+        prepared()
+    return buffers
+
+
+def run_eager(case: RouterCase, settings: Settings) -> Buffers:
+    """Outputs of `chord.fused_router` into a poisoned plan."""
+    buffers = poisoned_buffers(case, settings)
+    output = fused_router(case.logits, case.bias, top_k=case.top_k, **settings._asdict(), plan=buffers.plan)
+    return Buffers(output.topk_weights, output.topk_ids, output.plan)
+
+
+def check_router(case: RouterCase, settings: Settings, program: str | None = None) -> list[str]:
+    """Runs a case through the routed program, or the named one; each problem is prefixed with what was run."""
+    written = run_prepared(case, settings, program)
+    label = f"{case.name} {tuple(case.logits.shape)} {case.logits.dtype} {_described(settings)} {program or 'routed'}"
+    return [f"{label}: {problem}" for problem in router_problems(case, settings, written)]
+
+
+def check_route_plan(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_m: int,
+    local_experts: range | torch.Tensor | None = None,
+    num_local_experts: int | None = None,
+) -> list[str]:
+    """Runs `chord.route_plan` on given ids into a poisoned plan and lists what is wrong with it."""
+    expert_map, num_local = resolve_local_experts(local_experts, num_experts, topk_ids.device, num_local_experts)
+    plan = spacious_plan(topk_ids.shape[0], topk_ids.shape[1], num_local, block_m, topk_ids.device)
+    route_plan(
+        topk_ids, num_experts, block_m, local_experts=local_experts, num_local_experts=num_local_experts, plan=plan
+    )
+    label = f"route_plan {tuple(topk_ids.shape)} experts {num_experts} local {num_local} block_m {block_m}"
+    return [f"{label}: {problem}" for problem in check_plan(plan, topk_ids, num_experts, block_m, expert_map)]
+
+
+def _described(settings: Settings) -> str:
+    changed = (
+        {
+            key: value
+            for key, value in settings._asdict().items()
+            if value != Settings._field_defaults[key] or key == "block_m"
+        }
+        if not isinstance(settings.local_experts, torch.Tensor)
+        else {"block_m": settings.block_m, "local_experts": "map"}
+    )
+    return ", ".join(f"{key}={value}" for key, value in changed.items())

@@ -1,0 +1,58 @@
+"""What every command shares: tables for people, one JSON document for scripts, errors in one place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+RegistryPath = Annotated[
+    str | None,
+    typer.Option(
+        "--registry", help="Folder with manifest.json and cubins, instead of CHORD_REGISTRY or the package's."
+    ),
+]
+
+_PIPE_WIDTH = 240
+"""Columns of a table that goes to a file or a pipe: wide enough that names and hashes stay whole."""
+
+
+def console() -> Console:
+    """Standard output, looked up at every call so that it can be redirected; wide where no terminal sets a width."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+
+
+def errors() -> Console:
+    """Standard error: progress and failures, so that standard output holds results alone."""
+    return Console(stderr=True)
+
+
+def fail(error: BaseException) -> None:
+    """Print an error without markup, so that brackets in its text survive."""
+    errors().print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(document: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
+    """One document, sorted keys, two spaces of indent."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=2) + b"\n")
+    sys.stdout.flush()
+
+
+def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table whose cells are shown as they are."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    console().print(table, markup=False)
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else str(value).replace("[", "\\[")

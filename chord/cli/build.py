@@ -1,0 +1,140 @@
+"""`chord build`: every cubin from its template, and the manifest that names them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from chord.cli._output import Json, console, errors, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from chord.build.jobs import Selection
+    from chord.build.make import Progress, Step
+    from chord.build.tree import Tree
+
+Arch = Annotated[
+    list[str] | None, typer.Option("--arch", help="Only this architecture, for example sm_90a; repeatable.")
+]
+Op = Annotated[list[str] | None, typer.Option("--op", help="Only this operator, for example fused_router; repeatable.")]
+Root = Annotated[
+    Path | None, typer.Option("--root", help="The checkout to build; default: the one that this chord belongs to.")
+]
+Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compiler processes; default: one a core.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("build")(build)
+
+
+def build(
+    arch: Arch = None,
+    op: Op = None,
+    jobs: Jobs = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Change nothing; list what differs from the manifest, and exit 1 if anything does."
+        ),
+    ] = False,
+    root: Root = None,
+    json: Json = False,
+) -> None:
+    """Compile every program for its architectures with the pinned NVRTC and write manifest.json.
+
+    Unchanged programs are not compiled again. A failure publishes nothing.
+    """
+    selection, tree = as_selection(arch, op), as_tree(root)
+    if check:
+        run_check(selection, jobs, json, tree=tree, fresh=False)
+        return
+    from chord.build.builder import build as run
+
+    with progress_bar(json) as progress:
+        report = run(selection, tree=tree, jobs=jobs, progress=progress)
+    for (program, where), log in report.warnings.items():
+        errors().print(f"{program} for {where}:\n{log}", style="yellow", markup=False, highlight=False)
+    if json:
+        document = {
+            "cubins": report.cubins,
+            "compiled": report.compiled,
+            "reused": report.reused,
+            "removed": report.removed,
+            "stale": report.stale,
+            "manifest_sha256": report.digest,
+            "seconds": round(report.seconds, 3),
+        }
+        print_json(document)
+    else:
+        console().print(
+            f"{report.cubins} cubins: {report.compiled} compiled, {report.reused} unchanged, "
+            f"{len(report.removed)} removed, {report.seconds:.1f} s"
+        )
+        console().print(_published(report.digest, len(report.stale)), highlight=False, soft_wrap=True)
+    if report.stale:
+        raise typer.Exit(1)
+
+
+def as_selection(arch: list[str] | None, op: list[str] | None) -> Selection:
+    """The programs that the options name; none given means all."""
+    from chord.build.jobs import Selection
+
+    return Selection(architectures=tuple(arch or ()), operators=tuple(op or ()))
+
+
+def as_tree(root: Path | None) -> Tree | None:
+    """The tree in `root`; None stands for the default."""
+    from chord.build.tree import Tree
+
+    return None if root is None else Tree(root)
+
+
+def run_check(selection: Selection, jobs: int | None, json: bool, *, tree: Tree | None, fresh: bool) -> None:
+    """Compare the manifest with its sources; print the differences and exit 1 if there are any.
+
+    fresh: compile everything again instead of trusting cubins that an earlier build finished.
+    """
+    from chord.build.check import check
+
+    with progress_bar(json) as progress:
+        report = check(selection, tree=tree, jobs=jobs, progress=progress, fresh=fresh)
+    if json:
+        rows = [{"program": d.program, "arch": d.arch, "what": d.what} for d in report.differences]
+        print_json({"cubins": report.cubins, "compiled": report.compiled, "differences": rows})
+    else:
+        for difference in report.differences:
+            console().print(str(difference), style="red", markup=False, highlight=False, soft_wrap=True)
+        verdict = f"{len(report.differences)} differences" if report.differences else "equal to the manifest"
+        console().print(f"{report.cubins} cubins ({report.compiled} compiled now): {verdict}")
+    if report.differences:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Progress]:
+    """A bar on standard error while cubins are made; `quiet` shows none."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors(), disable=quiet, transient=True) as bar:
+        task = bar.add_task("reading templates", total=None)
+
+        def show(step: Step) -> None:
+            if step.outcome == "waiting":
+                bar.update(task, description="waiting for another build of this tree")
+            else:
+                text = f"{step.outcome} {step.program} for {step.arch}"
+                bar.update(task, completed=step.done, total=step.total, description=text)
+
+        yield show
+
+
+def _published(digest: str | None, stale: int) -> str:
+    if digest is not None:
+        return f"manifest {digest}"
+    return f"manifest not written: {stale} cubins outside the selection are out of date; run `chord build` without one"

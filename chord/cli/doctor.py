@@ -1,0 +1,137 @@
+"""`chord doctor`: what this machine can do with chord, where each setting came from, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from chord import _settings
+from chord._version import __version__
+from chord.cli._output import Json, RegistryPath, print_json, print_table
+from chord.errors import ChordError, UnsupportedDeviceError
+from chord.registry import Registry
+from chord.registry.architectures import ordered
+from chord.registry.driver import Driver
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `status` is ok, missing (something optional is not there) or failed."""
+
+    what: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(
+    registry: RegistryPath = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 for anything missing, too, not only for failures.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Say what this machine can do: registry, cubins, driver, devices, torch, compiler, settings."""
+    opened, checks = _registry_checks(registry)
+    checks += _device_checks(opened)
+    checks += [_torch_check(), _compiler_check()]
+    checks += _setting_checks()
+    if json:
+        print_json([{"what": c.what, "status": c.status, "found": c.found, "advice": c.advice} for c in checks])
+    else:
+        print_table(
+            f"chord {__version__}, Python {platform.python_version()}", ("", "", "found", "what to do"), _rows(checks)
+        )
+    bad = {"failed", "missing"} if strict else {"failed"}
+    if any(check.status in bad for check in checks):
+        raise typer.Exit(1)
+
+
+def _rows(checks: list[Check]) -> list[tuple[str, str, str, str]]:
+    return [(check.what, check.status, check.found, check.advice) for check in checks]
+
+
+def _registry_checks(path: str | None) -> tuple[Registry | None, list[Check]]:
+    try:
+        opened = Registry.open(path)
+    except ChordError as error:
+        return None, [Check("registry", "failed", str(error))]
+    info = opened.manifest.registry
+    where = f"{info.version}, serial {info.serial}, in {opened.root} (from {opened.source}), manifest {opened.digest}"
+    report = opened.verify()
+    if report.ok:
+        store = Check("cubins", "ok", f"{report.checked} verified in {opened.store.root}")
+    else:
+        found = ", ".join(f"{report.count(kind)} {kind}" for kind in ("missing", "mismatch", "unlisted"))
+        store = Check(
+            "cubins", "failed", f"{report.checked} named, {found}", "chord verify lists them; chord build restores them"
+        )
+    return opened, [Check("registry", "ok", where), store]
+
+
+def _device_checks(opened: Registry | None) -> list[Check]:
+    driver = Driver()
+    try:
+        version, count = driver.version(), driver.device_count()
+    except ChordError as error:
+        return [
+            Check("driver", "missing", str(error).partition(";")[0], "needed to run kernels, not to build or verify")
+        ]
+    checks = [Check("driver", "ok", f"supports CUDA {version // 1000}.{version % 1000 // 10}, {count} devices")]
+    return checks + [_device_check(driver, device, opened) for device in range(count)]
+
+
+def _device_check(driver: Driver, device: int, opened: Registry | None) -> Check:
+    what = f"device {device}"
+    capability = "{}.{}".format(*driver.capability(device))
+    try:
+        arch = driver.architecture(device)
+    except UnsupportedDeviceError as error:
+        return Check(what, "missing", str(error), "no cubin exists for it; the CPU reference works")
+    if opened is None:
+        return Check(what, "ok", f"compute capability {capability}, takes {arch}")
+    programs = opened.programs(arch=arch)
+    if not programs:
+        return Check(what, "missing", f"takes {arch}", f"this registry has {', '.join(_architectures(opened))}")
+    return Check(what, "ok", f"compute capability {capability}, takes {arch}: {len(programs)} programs")
+
+
+def _architectures(opened: Registry) -> list[str]:
+    return ordered({arch for program in opened.programs().values() for arch in program.builds})
+
+
+def _torch_check() -> Check:
+    try:
+        return Check("torch", "ok", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        return Check("torch", "missing", "not installed", "pip install 'chord-registry[torch]' for the operators")
+
+
+def _compiler_check() -> Check:
+    from chord.build import toolchain
+    from chord.build.tree import Tree
+
+    try:
+        pin = toolchain.load(Tree.default().toolchain)
+        libraries = toolchain.find(pin)
+    except ChordError as error:
+        return Check("compiler", "missing", str(error), "needed to build and for verify --rebuild, not to run")
+    return Check("compiler", "ok", f"{pin.identity}, {libraries.nvrtc}")
+
+
+def _setting_checks() -> list[Check]:
+    _settings.read()  # refuses what cannot be honoured, warns of what is unknown
+    return [
+        Check(name, "ok", os.environ.get(name, "not set"), "" if name in os.environ else meaning)
+        for name, meaning in sorted(_settings.KNOWN.items())
+    ]

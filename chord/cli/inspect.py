@@ -1,0 +1,189 @@
+"""`chord ls | show | lookup | coverage`: what exists, and what would run. None of them needs a GPU, torch or NVRTC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from chord.cli._output import Json, RegistryPath, console, print_json, print_table
+from chord.errors import NoProgramError
+from chord.registry import Registry
+from chord.registry.architectures import ordered
+from chord.registry.schema import Operator, Program, Route
+
+Arch = Annotated[str | None, typer.Option("--arch", help="Only this architecture, for example sm_90a.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("ls")(ls)
+    app.command("show")(show)
+    app.command("lookup")(lookup)
+    app.command("coverage")(coverage)
+
+
+def ls(
+    operator: Annotated[str | None, typer.Argument(help="Only this operator.")] = None,
+    arch: Arch = None,
+    registry: RegistryPath = None,
+    json: Json = False,
+) -> None:
+    """List programs: their architectures, sizes and registers."""
+    opened = Registry.open(registry)
+    programs = opened.programs(operator, arch)
+    if json:
+        print_json({name: _listing(program) for name, program in programs.items()})
+        return
+    rows = (
+        (
+            name,
+            " ".join(ordered(program.builds)),
+            _most(build.size_bytes for build in program.builds.values()),
+            _most(kernel.registers for build in program.builds.values() for kernel in build.kernels),
+        )
+        for name, program in programs.items()
+    )
+    print_table(f"{len(programs)} programs", ("program", "architectures", "bytes, at most", "registers, at most"), rows)
+    console().print(_origin(opened), highlight=False, soft_wrap=True)
+
+
+def show(
+    program: Annotated[str, typer.Argument(help="A program's name, as `chord ls` prints it.")],
+    registry: RegistryPath = None,
+    json: Json = False,
+) -> None:
+    """Show everything that the manifest says of one program."""
+    opened = Registry.open(registry)
+    operator = program.partition(".")[0]
+    found = opened.programs(operator).get(program)
+    if found is None:
+        raise NoProgramError(f"{program}: no such program of {operator}; `chord ls {operator}` lists those that exist")
+    definition = opened.manifest.operators[operator]
+    if json:
+        print_json({"name": program, "program": found, "arm": definition.arms[found.arm]})
+        return
+    _show_program(program, found, definition)
+
+
+def lookup(
+    operator: Annotated[str, typer.Argument(help="The operator, for example fused_router.")],
+    problem: Annotated[list[str], typer.Argument(help="A value for each of its keys, as key=value.")],
+    arch: Annotated[str, typer.Option("--arch", help="The architecture, for example sm_90a.")],
+    registry: RegistryPath = None,
+    json: Json = False,
+) -> None:
+    """Say which program serves a problem."""
+    opened = Registry.open(registry)
+    found = opened.lookup(operator, arch, dict(_pair(text) for text in problem))
+    build = found.build
+    if json:
+        print_json({"program": found.program_name, "arch": arch, "cubin_sha256": build.cubin_sha256})
+    else:
+        console().print(found.program_name, highlight=False)
+        console().print(f"  arm    {found.program.arm}: {found.arm.summary}", highlight=False, soft_wrap=True)
+        console().print(f"  cubin  {build.cubin_sha256}, {build.size_bytes} bytes", highlight=False, soft_wrap=True)
+
+
+def coverage(
+    operator: Annotated[str | None, typer.Argument(help="Only this operator.")] = None,
+    arch: Arch = None,
+    registry: RegistryPath = None,
+    json: Json = False,
+) -> None:
+    """Show which ranges of a problem run which program, per operator and architecture."""
+    opened = Registry.open(registry)
+    names = list(opened.manifest.operators) if operator is None else [operator]
+    wanted = [(name, where) for name in names for where in _architectures(opened, name, arch)]
+    if json:
+        print_json({name: {a: opened.coverage(name, a) for n, a in wanted if n == name} for name in names})
+        return
+    for name, where in wanted:
+        routes = opened.coverage(name, where)
+        keys = tuple(key for axis in opened.manifest.operators[name].axes for key in axis.keys)
+        note = opened.manifest.operators[name].notes.get(where, "")
+        print_table(f"{name} on {where}: {note}", (*keys, "program"), _coverage_rows(routes, keys))
+
+
+def _listing(program: Program) -> dict[str, Any]:
+    return {
+        "arm": program.arm,
+        "num_tokens": program.num_tokens,
+        "block_m": program.block_m,
+        "builds": {arch: build.cubin_sha256 for arch, build in program.builds.items()},
+    }
+
+
+def _most(values: Iterator[int]) -> int:
+    return max(values, default=0)
+
+
+def _origin(opened: Registry) -> str:
+    info = opened.manifest.registry
+    where = f"in {opened.root} (from {opened.source})"
+    return f"registry {info.version}, serial {info.serial}, {where}, manifest {opened.digest}"
+
+
+def _show_program(name: str, program: Program, definition: Operator) -> None:
+    arm = definition.arms[program.arm]
+    facts = [
+        ("arm", f"{program.arm}: {arm.summary}"),
+        ("template", arm.template),
+        ("constants", _pairs(program.constants)),
+        ("options", " ".join(program.flags) or "none beyond the toolchain's"),
+        ("arguments", ", ".join(f"{arg.name} ({arg.kind} {arg.type})" for arg in arm.args)),
+        ("workspace", f"{program.workspace.bytes} bytes + {program.workspace.bytes_per_token} a token"),
+    ]
+    print_table(name, ("", ""), facts)
+    kernels = (
+        (k.symbol, "x".join(map(str, k.block)), k.cluster, k.dynamic_smem_bytes, _yes(k.cooperative), _yes(k.dependent))
+        for k in program.kernels
+    )
+    print_table("kernels", ("symbol", "block", "cluster", "dynamic smem bytes", "cooperative", "dependent"), kernels)
+    builds = (
+        (
+            arch,
+            program.builds[arch].cubin_sha256,
+            program.builds[arch].size_bytes,
+            " ".join(str(k.registers) for k in program.builds[arch].kernels),
+            " ".join(str(k.spill_bytes) for k in program.builds[arch].kernels),
+        )
+        for arch in ordered(program.builds)
+    )
+    print_table("cubins", ("architecture", "SHA-256", "bytes", "registers", "spill bytes"), builds)
+
+
+def _coverage_rows(routes: tuple[Route, ...], keys: tuple[str, ...]) -> Iterator[tuple[object, ...]]:
+    for route in routes:
+        yield (*(_side(route.where[key]) for key in keys), route.program)
+
+
+def _side(value: object) -> object:
+    if isinstance(value, tuple):
+        return value[0] if value[0] == value[1] else f"{value[0]}..{value[1]}"
+    return value
+
+
+def _architectures(opened: Registry, operator: str, arch: str | None) -> list[str]:
+    if arch is not None:
+        opened.coverage(operator, arch)  # raises for an unknown one
+        return [arch]
+    if operator not in opened.manifest.operators:
+        opened.programs(operator)  # raises, naming those that exist
+    return ordered(opened.manifest.operators[operator].routes)
+
+
+def _pair(text: str) -> tuple[str, int | str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise typer.BadParameter(f"{text!r}: expected key=value, for example num_tokens=20")
+    return key, int(value) if value.lstrip("-").isdecimal() else value
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items()) or "none"
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else ""

@@ -1,0 +1,57 @@
+"""`chord verify`: prove that the store holds exactly what the manifest names, and on demand that sources give it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from chord.cli._output import Json, RegistryPath, console, print_json
+from chord.cli.build import Jobs, as_selection, as_tree, run_check
+from chord.registry import Registry
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("verify")(verify)
+
+
+def verify(
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild", help="Compile every cubin again from the sources beside the manifest and compare the bytes."
+        ),
+    ] = False,
+    pin: Annotated[str | None, typer.Option(help="SHA-256 that manifest.json must have.")] = None,
+    registry: RegistryPath = None,
+    jobs: Jobs = None,
+    json: Json = False,
+) -> None:
+    """Hash every cubin and read its architecture and kernels; exit 1 if anything is missing, different or unlisted."""
+    opened = Registry.open(registry, pin)
+    report = opened.verify()
+    counts = {kind: report.count(kind) for kind in ("missing", "mismatch", "unlisted")}
+    if json:
+        findings = [
+            {"kind": f.kind, "program": f.program, "arch": f.arch, "message": f.message} for f in report.findings
+        ]
+        document = {"checked": report.checked, **counts, "findings": findings, "manifest_sha256": opened.digest}
+        if not rebuild:
+            print_json(document)
+    else:
+        for finding in report.findings:
+            console().print(
+                f"{finding.kind}: {finding.message}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
+        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        console().print(
+            f"{report.checked} cubins checked in {opened.store.root}: {summary}", highlight=False, soft_wrap=True
+        )
+        console().print(f"manifest {opened.digest} (from {opened.source})", highlight=False, soft_wrap=True)
+    if not report.ok:
+        if json and rebuild:
+            print_json(document)
+        raise typer.Exit(1)
+    if rebuild:
+        run_check(as_selection(None, None), jobs, json, tree=as_tree(opened.root), fresh=True)

@@ -1,0 +1,97 @@
+"""The manifest's bytes: one canonical form to write, strict reading with every cross-check, and the digest.
+
+Canonical: UTF-8 JSON, keys sorted, two spaces of indent, one newline at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import msgspec
+
+from chord.errors import ManifestError
+from chord.registry.consistency import problems_of
+from chord.registry.schema import SCHEMA_VERSION, Manifest
+
+_SHOWN = 10
+"""Contradictions that one error lists before it only counts the rest."""
+
+
+class _Versioned(msgspec.Struct):
+    """The one field that is read before anything else is believed."""
+
+    schema_version: int
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The canonical bytes. `decode(encode(m), ...) == m`, and equal manifests have equal bytes."""
+    return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
+
+
+def digest(data: bytes) -> str:
+    """What a pin pins: the SHA-256 of a manifest's bytes as they lie on disk."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def decode(data: bytes, source: str) -> Manifest:
+    """Read a manifest; `source` names it in errors.
+
+    Raises ManifestError for anything but a manifest of this schema version that agrees with itself.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{source} is not a manifest: {error}; write one with `chord build`") from error
+    if version != SCHEMA_VERSION:
+        raise ManifestError(
+            f"{source} has schema_version {version}, this chord reads {SCHEMA_VERSION}; "
+            "install the chord that belongs to the manifest, or rebuild it with `chord build`"
+        )
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise ManifestError(f"{source}: {_located(data, str(error))}") from error
+    problems = problems_of(manifest)
+    if problems:
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        listed = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
+        raise ManifestError(f"{source} contradicts itself; rebuild it with `chord build`:{listed}{more}")
+    return manifest
+
+
+def _located(data: bytes, message: str) -> str:
+    """`message` with the keys that msgspec leaves out of its paths (`[...]`), so that it names the entry.
+
+    Each key is found by keeping one entry of the dictionary alone and looking whether the same complaint comes back.
+    """
+    found = re.search(r" - at `(\$.*)`$", message)
+    if found is None:
+        return message
+    raw = msgspec.json.decode(data)
+    parent, path = raw, ""
+    for step in re.findall(r"\.\w+|\[\d+\]|\[\.\.\.\]", found[1]):
+        if step != "[...]":
+            key: str | int = step[1:] if step[0] == "." else int(step[1:-1])
+        else:
+            entries = dict(parent)
+            for key, value in entries.items():
+                parent.clear()
+                parent[key] = value
+                if _complaint(raw) == message:
+                    break
+            else:
+                return message
+        path += f".{key}" if isinstance(key, str) and step != "[...]" else f"[{key!r}]"
+        if isinstance(parent, dict) and key not in parent:
+            break
+        parent = parent[key]
+    return f"{message[: found.start()]} - at {path.lstrip('.')}"
+
+
+def _complaint(raw: object) -> str:
+    try:
+        msgspec.convert(raw, type=Manifest)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""

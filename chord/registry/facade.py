@@ -1,0 +1,264 @@
+"""The registry: a manifest, proven to be the pinned one, and the store of cubins beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from chord import _paths, _settings
+from chord._version import __version__
+from chord.errors import (
+    DriverError,
+    ManifestError,
+    NoProgramError,
+    PinMismatchError,
+    SettingsError,
+    UnsupportedDeviceError,
+)
+from chord.registry import canonical
+from chord.registry.architectures import ordered
+from chord.registry.boxes import Interval
+from chord.registry.launch import Kernel
+from chord.registry.loading import Loader, default_loader
+from chord.registry.lookup import RouteIndex
+from chord.registry.schema import Arm, Build, Constant, Manifest, Operator, Program, Route
+from chord.registry.store import Store
+from chord.registry.verify import Report, verified_bytes, verify_all
+
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a lookup found: a program and its build for one architecture."""
+
+    operator: str
+    program_name: str
+    program: Program
+    arm: Arm
+    arch: str
+
+    @property
+    def build(self) -> Build:
+        return self.program.builds[self.arch]
+
+
+class Registry:
+    """Opened with `Registry.open`. Everything but `load`, `preload` works without a driver and writes nothing.
+
+    `root` is the folder, `source` says where it came from, `digest` is the SHA-256 of the manifest's bytes.
+    """
+
+    def __init__(
+        self, manifest: Manifest, store: Store, *, root: Path, source: str, digest: str, loader: Loader | None = None
+    ) -> None:
+        self.manifest = manifest
+        self.store = store
+        self.root = root
+        self.source = source
+        self.digest = digest
+        self._loader = loader or default_loader()
+        self._indices = {name: RouteIndex(name, operator) for name, operator in manifest.operators.items()}
+        self._kernels: dict[tuple[int, str], Kernel] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: str | Path | None = None, pin: str | None = None) -> Registry:
+        """Open the registry in `path`, else in CHORD_REGISTRY, else the packaged one. There is no fallback.
+
+        The folder holds manifest.json, and the cubins under build/out/cubins (as `chord build` leaves them) or cubins.
+        pin: the digest that the manifest must have; CHORD_PIN likewise, and if both are given, both count.
+        Raises SettingsError, PinMismatchError or ManifestError.
+        """
+        settings = _settings.read()
+        root, source = _locate(path, settings)
+        pins = {"CHORD_PIN": settings.pin, "pin": None if pin is None else _settings.checked_pin(pin, "pin")}
+        manifest_path = root / MANIFEST_NAME
+        try:
+            data = manifest_path.read_bytes()
+        except OSError as error:
+            raise SettingsError(
+                f"{source}: expected a registry in {root}, cannot read {MANIFEST_NAME} there ({error.strerror}); "
+                "give a folder that `chord build` has filled"
+            ) from error
+        digest = canonical.digest(data)
+        _check_pins(manifest_path, digest, pins)
+        manifest = canonical.decode(data, str(manifest_path))
+        _check_version(manifest_path, manifest.registry.version)
+        return cls(manifest, Store(_paths.store_of(root)), root=root, source=source, digest=digest)
+
+    def __repr__(self) -> str:
+        return f"Registry({str(self.root)!r}, from {self.source}, digest {self.digest})"
+
+    # Looking up: pure functions of the manifest
+
+    def lookup(self, operator: str, arch: str, problem: Mapping[str, object]) -> Selection:
+        """The program for a problem (a value for each key of the operator's axes). Raises NoProgramError."""
+        definition = self._operator(operator)
+        return self._selection(operator, definition, self._indices[operator].find(arch, problem), arch)
+
+    def programs(self, operator: str | None = None, arch: str | None = None) -> dict[str, Program]:
+        """Programs by name, sorted; of one operator, or with a build for one architecture, if given."""
+        names = self.manifest.operators if operator is None else (operator,)
+        found = {name: p for o in names for name, p in self._operator(o).programs.items() if arch in (None, *p.builds)}
+        return dict(sorted(found.items()))
+
+    def coverage(self, operator: str, arch: str) -> tuple[Route, ...]:
+        """Which boxes of the operator's domain run which program on an architecture. Raises NoProgramError."""
+        definition = self._operator(operator)
+        routes = definition.routes.get(arch)
+        if routes is None:
+            raise NoProgramError(
+                f"{operator} has no routes for architecture {arch!r}; it has {', '.join(ordered(definition.routes))}"
+            )
+        return routes
+
+    def verify(self) -> Report:
+        """Prove every cubin that the manifest names, and that the store holds nothing else."""
+        return verify_all(self.manifest, self.store)
+
+    # Loading: from here on a driver is needed
+
+    def load(self, selection: Selection | str, device: int | None = None) -> Kernel:
+        """A program, by selection or by name, on a device (the current one if not given): proven and loaded once.
+
+        Raises VerificationError, NoProgramError, UnsupportedDeviceError, DriverError, CaptureError or ForkError.
+        """
+        if isinstance(selection, str):
+            name, arch = selection, None
+        else:
+            name, arch = self._own(selection).program_name, selection.arch
+        driver = self._loader.driver
+        driver.start()
+        if device is None:
+            device = driver.current_device()
+        found = self._kernels.get((device, name))
+        if found is None or arch not in (None, found.arch):
+            with self._lock:
+                found = self._load(self._for_device(name, arch, device), device)
+        return found
+
+    def preload(
+        self, operator: str, ranges: Mapping[str, Constant | Interval] | None = None, device: int | None = None
+    ) -> tuple[str, ...]:
+        """Load every program that problems in `ranges` can select; the names, sorted.
+
+        ranges: per key of the operator's axes a value or (first, last); a key that is left out means all of its values.
+        """
+        driver = self._loader.driver
+        driver.start()
+        if device is None:
+            device = driver.current_device()
+        wanted = dict(ranges or {})
+        keys = {key for axis in self._operator(operator).axes for key in axis.keys}
+        if not keys.issuperset(wanted):
+            raise ValueError(
+                f"{operator}: expected ranges of {', '.join(sorted(keys))}, got {', '.join(map(str, wanted))}"
+            )
+        routes = self.coverage(operator, driver.architecture(device))
+        names = sorted({route.program for route in routes if _touches(route, wanted)})
+        if not names:
+            raise NoProgramError(f"{operator}: nothing in its domain lies in {wanted}; see `chord coverage {operator}`")
+        for name in names:
+            self.load(name, device)
+        return tuple(names)
+
+    def _load(self, chosen: Selection, device: int) -> Kernel:
+        known = self._kernels.get((device, chosen.program_name))
+        if known is not None:
+            return known
+        driver = self._loader.driver
+        place = f"{chosen.program_name} for {chosen.arch}"
+        available = driver.version()
+        if available < chosen.build.min_driver:
+            raise DriverError(
+                f"{place}: expected a driver for CUDA {_cuda(chosen.build.min_driver)} or newer, "
+                f"found one for {_cuda(available)}; update NVIDIA's driver"
+            )
+        functions = self._loader.functions(
+            device,
+            chosen.build.cubin_sha256,
+            chosen.program.kernels,
+            place,
+            lambda: verified_bytes(self.store, chosen.program_name, chosen.program, chosen.arm, chosen.arch),
+        )
+        kernel = Kernel(chosen.program_name, chosen.program, chosen.arm, chosen.arch, device, driver, functions)
+        self._kernels[device, chosen.program_name] = kernel
+        return kernel
+
+    def _for_device(self, name: str, selected: str | None, device: int) -> Selection:
+        """The program's build for a device. selected: the architecture that was looked up, if one was."""
+        operator = name.partition(".")[0]
+        definition = self._operator(operator)
+        if name not in definition.programs:
+            raise NoProgramError(f"{name}: no such program of {operator}; `chord ls` lists those that exist")
+        needed = self._loader.driver.architecture(device)
+        builds = definition.programs[name].builds
+        if needed not in builds or selected not in (None, needed):
+            raise UnsupportedDeviceError(
+                f"{name}: device {device} needs {needed}, has {', '.join(ordered(builds))}"
+                + ("" if selected in (None, needed) else f", and {selected} was selected")
+            )
+        return self._selection(operator, definition, name, needed)
+
+    def _own(self, selection: Selection) -> Selection:
+        ours = self._operator(selection.operator).programs.get(selection.program_name)
+        if ours is not selection.program:
+            raise ValueError(
+                f"{selection.program_name}: selected from another registry than {self.root}; look it up here"
+            )
+        return selection
+
+    def _selection(self, operator: str, definition: Operator, name: str, arch: str) -> Selection:
+        program = definition.programs[name]
+        return Selection(operator, name, program, definition.arms[program.arm], arch)
+
+    def _operator(self, name: str) -> Operator:
+        found = self.manifest.operators.get(name)
+        if found is None:
+            raise NoProgramError(
+                f"no operator {name!r}; there are {', '.join(sorted(self.manifest.operators)) or 'none'}"
+            )
+        return found
+
+
+def _locate(path: str | Path | None, settings: _settings.Settings) -> tuple[Path, str]:
+    if path is not None:
+        return Path(path), "path"
+    if settings.registry is not None:
+        return settings.registry, "CHORD_REGISTRY"
+    return _paths.data_root(), "the packaged registry"
+
+
+def _check_pins(path: Path, digest: str, pins: Mapping[str, str | None]) -> None:
+    wrong = [f"{source} expects {pin}" for source, pin in pins.items() if pin not in (None, digest)]
+    if wrong:
+        raise PinMismatchError(f"{path} has SHA-256 {digest}, {' and '.join(wrong)}; use the manifest that was pinned")
+
+
+def _check_version(path: Path, version: str) -> None:
+    """A local suffix (+cu130) says how something was built, not what it is."""
+    if version.partition("+")[0] != __version__.partition("+")[0]:
+        raise ManifestError(
+            f"{path} belongs to chord {version}, this is chord {__version__}; install the two that belong together, "
+            "or rebuild with `chord build`"
+        )
+
+
+def _touches(route: Route, wanted: Mapping[str, Constant | Interval]) -> bool:
+    for key, value in wanted.items():
+        side = route.where[key]
+        first, last = side if isinstance(side, tuple) else (side, side)
+        low, high = value if isinstance(value, tuple) else (value, value)
+        if isinstance(first, str) or isinstance(low, str):
+            if first != low:
+                return False
+        elif int(high) < first or low > int(last):
+            return False
+    return True
+
+
+def _cuda(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

@@ -1,0 +1,191 @@
+"""A program on a device, and launches of it with everything prepared.
+
+The hot path is `PreparedLaunch.__call__`: ask for the stream, find the configurations made for it, call the driver.
+It allocates no device memory, waits for nothing, hashes nothing, opens nothing and reads no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from typing import NamedTuple
+
+from chord.errors import UnsupportedDeviceError
+from chord.registry import grid
+from chord.registry.arguments import Packed, Packer
+from chord.registry.driver import WRONG_CONTEXT, Driver, Handle
+from chord.registry.schema import Arm, KernelConfig, Program
+
+StreamProvider = Callable[[], int]
+"""Gives the handle of the stream to launch on, each time it is asked. 0 is the device's default stream."""
+
+_MAX_STREAMS = 256
+"""Streams that one prepared launch remembers before it starts again; a process that makes new ones must not grow."""
+
+
+class _Step(NamedTuple):
+    """One kernel of the program on this device, with what bounds its grid."""
+
+    kernel: KernelConfig
+    function: Handle
+    resident: int | None
+    multiprocessors: int | None
+
+
+class Kernel:
+    """All kernels of one program, loaded on one device. Made by `Registry.load`."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        arm: Arm,
+        arch: str,
+        device: int,
+        driver: Driver,
+        functions: Sequence[Handle],
+    ) -> None:
+        self.name = name
+        self.program = program
+        self.arch = arch
+        self.device = device
+        self.args = arm.args
+        self._driver = driver
+        self._packer = Packer(arm.args)
+        self._steps = tuple(self._step(k, f) for k, f in zip(program.kernels, functions, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name!r}, device={self.device})"
+
+    def workspace_bytes(self, num_tokens: int) -> int:
+        """Size of the program's scratch memory for that many tokens; 0 when it needs none."""
+        return self.program.workspace.bytes + self.program.workspace.bytes_per_token * num_tokens
+
+    def prepare(self, arguments: Mapping[str, object], *, stream: StreamProvider | int | None = None) -> PreparedLaunch:
+        """Bind every argument of `args` by name; the result can be launched any number of times.
+
+        Buffers are addresses, None (null) or contiguous arrays on this device (DLPack, `__cuda_array_interface__`),
+        which the result keeps alive; parameters are numbers. stream: a handle, or a provider that is asked at every
+        launch; without one the device's default stream. Raises ValueError naming the argument. May be called inside
+        a capture.
+        """
+        packed = self._packer.pack(arguments, self.device, self._driver)
+        launches = [(step.kernel, step.function, self._blocks(step, arguments)) for step in self._steps]
+        return PreparedLaunch(self.name, self.device, self._driver, packed, launches, _provider(stream))
+
+    def _step(self, kernel: KernelConfig, function: Handle) -> _Step:
+        rule = kernel.grid
+        resident = multiprocessors = None
+        if rule.co_resident:
+            with self._driver.context(self.device):
+                resident = self._driver.resident_blocks(function, kernel, self.device)
+            if resident == 0:
+                raise UnsupportedDeviceError(
+                    f"{self.name}: device {self.device} cannot hold one {_shape(kernel)} of {kernel.symbol} at a time, "
+                    "and its grid must be resident as a whole; another process or a partition may limit the device"
+                )
+        if rule.max_per_sm is not None:
+            multiprocessors = self._driver.multiprocessors(self.device)
+        return _Step(kernel, function, resident, multiprocessors)
+
+    def _blocks(self, step: _Step, arguments: Mapping[str, object]) -> int:
+        rule = step.kernel.grid
+        value = 0 if rule.param is None else index(arguments[rule.param])  # type: ignore[arg-type]
+        return grid.blocks(rule, step.kernel.cluster, value, step.resident, step.multiprocessors)
+
+
+class PreparedLaunch:
+    """Calling it launches the program's kernels, in order, on the stream that the provider names.
+
+    Threads may share it: configurations are made once per stream and never changed. It follows CUDA's rules for
+    captures: on a capturing stream the launch becomes part of the graph, which needs this object's arrays alive.
+    """
+
+    __slots__ = (
+        "_by_stream",
+        "_call",
+        "_device",
+        "_driver",
+        "_foreign",
+        "_launches",
+        "_packed",
+        "_params",
+        "_stream",
+        "name",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        device: int,
+        driver: Driver,
+        packed: Packed,
+        launches: Sequence[tuple[KernelConfig, Handle, int]],
+        stream: StreamProvider,
+    ) -> None:
+        self.name = name
+        self._device = device
+        self._driver = driver
+        self._packed = packed
+        self._params = packed.address
+        self._launches = tuple(launches)
+        self._stream = stream
+        self._call = driver.launch
+        self._by_stream: dict[int, tuple[tuple[Handle, Handle], ...]] = {}
+        self._foreign = False
+
+    @property
+    def grids(self) -> tuple[int, ...]:
+        """Blocks of each kernel."""
+        return tuple(blocks for _, _, blocks in self._launches)
+
+    def __call__(self) -> None:
+        """Raises DriverError when the driver refuses; what was launched before that stays launched."""
+        stream = self._stream()
+        steps = self._by_stream.get(stream) or self._configure(stream)
+        if self._foreign:
+            self._launch_in_own_context(steps)
+            return
+        call, params = self._call, self._params
+        for position, (config, function) in enumerate(steps):
+            result = call(config, function, params, 0)
+            if result[0]:
+                self._refused(result, steps[position:])
+                return
+
+    def _configure(self, stream: int) -> tuple[tuple[Handle, Handle], ...]:
+        handle = index(stream)
+        steps = tuple(
+            (self._driver.launch_config(kernel, blocks, handle), function)
+            for kernel, function, blocks in self._launches
+        )
+        if len(self._by_stream) >= _MAX_STREAMS:
+            self._by_stream.clear()
+        self._by_stream[stream] = steps
+        return steps
+
+    def _refused(self, result: tuple[int, ...], steps: Sequence[tuple[Handle, Handle]]) -> None:
+        """A default stream belongs to the current context: if that is not ours, launch in ours, now and later."""
+        if int(result[0]) in WRONG_CONTEXT:
+            self._launch_in_own_context(steps)
+            self._foreign = True
+        else:
+            self._driver.check(result, f"launching {self.name} on device {self._device}")
+
+    def _launch_in_own_context(self, steps: Sequence[tuple[Handle, Handle]]) -> None:
+        with self._driver.context(self._device):
+            for config, function in steps:
+                result = self._call(config, function, self._params, 0)
+                self._driver.check(result, f"launching {self.name} on device {self._device}")
+
+
+def _provider(stream: StreamProvider | int | None) -> StreamProvider:
+    if callable(stream):
+        return stream
+    fixed = 0 if stream is None else index(stream)
+    return lambda: fixed
+
+
+def _shape(kernel: KernelConfig) -> str:
+    memory = f"{kernel.dynamic_smem_bytes} bytes of dynamic shared memory"
+    return f"cluster of {kernel.cluster} blocks with {memory}" if kernel.cluster > 1 else f"block with {memory}"

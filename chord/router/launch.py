@@ -1,0 +1,319 @@
+"""From checked CUDA tensors to kernels of the registry. Never falls back: what the manifest routes is what runs.
+
+Loaded kernels are remembered per (device, problem), so that a repeated eager call costs a dictionary look-up and a
+launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from chord.errors import ManifestError, NoProgramError
+from chord.registry import Registry
+from chord.registry.architectures import of_capability
+from chord.registry.schema import Operator, Program, Workspace
+from chord.router.plan import RoutePlan
+from chord.router.validate import LOGITS_DTYPES
+
+ABI_VERSION = 1
+"""Version of both operators' argument lists that this module passes."""
+
+_INPUTS = {"fused_router": ("logits", "bias", "topk_weights", "topk_ids"), "route_plan": ("topk_ids",)}
+_SCALARS = {
+    "fused_router": ("num_tokens", "num_local_experts", "block_m", "renormalize", "routed_scaling_factor"),
+    "route_plan": ("num_pairs", "num_experts", "num_local_experts", "block_m"),
+}
+_KNOWN_LIMIT = 4096  # problems remembered before the cache starts again: every count up to 1024 at 4 settings
+
+Problem = dict[str, int | str]
+
+
+class Loaded(NamedTuple):
+    """A program on a device, ready to be given arguments."""
+
+    name: str
+    kernel: Any
+    arguments: tuple[str, ...]
+    workspace_bytes: int
+    workspace_zeroed: bool
+    lock: threading.Lock | None
+    """Held from the first to the last launch of several that share a stream's self-resetting workspace; one a
+    program.
+    """
+
+
+class Prepared(NamedTuple):
+    """A launch bound to its buffers, the program's name, and what must stay alive while it is used."""
+
+    launch: Callable[[], object]
+    program: str
+    keep: object
+
+
+_loaded: dict[tuple[object, ...], Loaded] = {}
+_workspaces: dict[tuple[int, int, str], torch.Tensor] = {}
+_workspace_lock = threading.Lock()
+_launch_locks: dict[str, threading.Lock] = {}
+
+
+@lru_cache(maxsize=1)
+def registry() -> Registry:
+    """The registry that the operators use, opened at the first launch (CHORD_REGISTRY and the pins decide which)."""
+    return Registry.open()
+
+
+@lru_cache(maxsize=64)
+def architecture(device: int) -> str:
+    """The architecture name of a device. Raises UnsupportedDeviceError for a GPU that no cubin can serve."""
+    return of_capability(*torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+
+
+def fused_router(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    block_m: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    plan: RoutePlan,
+) -> None:
+    """Launches the routed program on torch's current stream of the tensors' device."""
+    num_tokens, num_experts = logits.shape
+    top_k, device = topk_ids.shape[1], logits.device.index
+    key = (device, num_experts, top_k, logits.dtype, num_tokens, block_m)
+    loaded = _loaded.get(key) or _remember(key, "fused_router", device, router_problem(logits, top_k, block_m))
+    values = router_values(
+        logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan
+    )
+    _launch(loaded, values, device)
+
+
+def route_plan(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None, plan: RoutePlan
+) -> None:
+    """Launches the plan's program on torch's current stream of the tensors' device."""
+    pairs, device = topk_ids.numel(), topk_ids.device.index
+    key = (device, pairs, block_m)
+    loaded = _loaded.get(key) or _remember(key, "route_plan", device, {"num_pairs": pairs, "block_m": block_m})
+    _launch(loaded, plan_values(topk_ids, num_experts, block_m, expert_map, plan), device)
+
+
+def prepare_fused_router(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    block_m: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    plan: RoutePlan,
+    program: str | None = None,
+) -> Prepared:
+    """Binds a program (the routed one unless `program` names another) to checked buffers and a workspace of its own."""
+    device = logits.device.index
+    problem = router_problem(logits, topk_ids.shape[1], block_m)
+    loaded = load("fused_router", device, problem, program)
+    values = router_values(
+        logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan
+    )
+    workspace = _own_workspace(loaded, device)
+    values["workspace"] = workspace.data_ptr()
+    bound = loaded.kernel.prepare(_named(loaded, values), stream=partial(torch._C._cuda_getCurrentRawStream, device))
+    keep = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
+    return Prepared(bound, loaded.name, keep)
+
+
+def router_problem(logits: torch.Tensor, top_k: int, block_m: int) -> Problem:
+    """The manifest's key of a fused_router call."""
+    return {
+        "num_experts": logits.shape[1],
+        "top_k": top_k,
+        "logits": LOGITS_DTYPES[logits.dtype],
+        "num_tokens": logits.shape[0],
+        "block_m": block_m,
+    }
+
+
+def router_values(
+    logits: torch.Tensor,
+    bias: torch.Tensor,
+    block_m: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    plan: RoutePlan,
+) -> dict[str, int | float]:
+    """Every argument of the fused_router contract but the workspace, by name; pointers as ints."""
+    return {
+        "logits": logits.data_ptr(),
+        "bias": bias.data_ptr(),
+        "topk_weights": topk_weights.data_ptr(),
+        "topk_ids": topk_ids.data_ptr(),
+        **_plan_values(plan, expert_map),
+        "num_tokens": logits.shape[0],
+        "block_m": block_m,
+        "renormalize": int(renormalize),
+        "routed_scaling_factor": float(routed_scaling_factor),
+    }
+
+
+def plan_values(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None, plan: RoutePlan
+) -> dict[str, int | float]:
+    """Every argument of the route_plan contract but the workspace, by name."""
+    return {
+        "topk_ids": topk_ids.data_ptr(),
+        **_plan_values(plan, expert_map),
+        "num_pairs": topk_ids.numel(),
+        "num_experts": num_experts,
+        "block_m": block_m,
+    }
+
+
+def _plan_values(plan: RoutePlan, expert_map: torch.Tensor | None) -> dict[str, int | float]:
+    return {
+        "sorted_token_ids": plan.sorted_token_ids.data_ptr(),
+        "expert_ids": plan.expert_ids.data_ptr(),
+        "num_tokens_post_padded": plan.num_tokens_post_padded.data_ptr(),
+        "expert_counts": plan.expert_counts.data_ptr(),
+        "expert_offsets": plan.expert_offsets.data_ptr(),
+        "expert_scatter_offsets": plan.expert_scatter_offsets.data_ptr(),
+        "expert_map": 0 if expert_map is None else expert_map.data_ptr(),
+        "num_local_experts": plan.expert_counts.shape[0],
+    }
+
+
+def load(operator: str, device: int, problem: Problem, program: str | None = None) -> Loaded:
+    """Looks up (or takes `program`), checks the argument list, verifies and loads. Raises chord errors."""
+    opened = registry()
+    definition = opened.manifest.operators.get(operator)
+    if definition is None:
+        raise NoProgramError(
+            f"{operator}: this registry has {', '.join(sorted(opened.manifest.operators)) or 'nothing'}"
+        )
+    name = program or opened.lookup(operator, architecture(device), problem).program_name
+    if name not in definition.programs:
+        raise NoProgramError(f"{name}: no such program of {operator}; see `chord ls`")
+    chosen = definition.programs[name]
+    check_admits(name, chosen, problem)
+    arguments = check_abi(operator, definition, name, chosen)
+    tokens = problem["num_tokens" if operator == "fused_router" else "num_pairs"]
+    assert isinstance(tokens, int)  # noqa: S101 - tells mypy which half of the union it is
+    several = chosen.workspace.zeroed and len(chosen.kernels) > 1
+    return Loaded(
+        name,
+        opened.load(name, device=device),
+        arguments,
+        workspace_bytes(chosen.workspace, tokens),
+        chosen.workspace.zeroed,
+        _launch_locks.setdefault(name, threading.Lock()) if several else None,
+    )
+
+
+def workspace_bytes(workspace: Workspace, tokens: int) -> int:
+    """Scratch bytes of a launch over `tokens` rows (pairs for route_plan)."""
+    return workspace.bytes + workspace.bytes_per_token * tokens
+
+
+def admits(program: Program, problem: Mapping[str, int | str]) -> bool:
+    """Whether a program can serve a problem: each constant that is also a key of the problem agrees."""
+    return all(program.constants.get(key, value) == value for key, value in problem.items())
+
+
+def check_admits(name: str, program: Program, problem: Mapping[str, int | str]) -> None:
+    """Raises NoProgramError for a program that was compiled for another problem."""
+    if not admits(program, problem):
+        wrong = {k: program.constants[k] for k, v in problem.items() if program.constants.get(k, v) != v}
+        raise NoProgramError(f"{name}: compiled for {wrong}, asked for {dict(problem)}")
+
+
+def check_abi(operator: str, definition: Operator, name: str, program: Program) -> tuple[str, ...]:
+    """The program's argument names. Raises ManifestError when they are not what this module passes.
+
+    A program may leave out the workspace and scalars that are compiled into it, and nothing else.
+    """
+    if definition.abi_version != ABI_VERSION:
+        raise ManifestError(
+            f"{operator}: this chord passes ABI version {ABI_VERSION}, the manifest has {definition.abi_version};"
+            " install the chord and the registry that belong together"
+        )
+    plan = (*RoutePlan._fields, "expert_map")
+    known = {*_INPUTS[operator], *plan, *_SCALARS[operator], "workspace"}
+    optional = {"workspace", *(key for key in _SCALARS[operator] if key in program.constants)}
+    arguments = tuple(arg.name for arg in definition.arms[program.arm].args)
+    missing, unknown = known - optional - set(arguments), set(arguments) - known
+    if missing or unknown:
+        raise ManifestError(
+            f"{name}: chord passes {sorted(known)}, the manifest's arm takes {sorted(arguments)};"
+            f" missing {sorted(missing)}, unknown {sorted(unknown)}"
+        )
+    return arguments
+
+
+def _remember(key: tuple[object, ...], operator: str, device: int, problem: Problem) -> Loaded:
+    if len(_loaded) >= _KNOWN_LIMIT:
+        _loaded.clear()
+    return _loaded.setdefault(key, load(operator, device, problem))
+
+
+def _named(loaded: Loaded, values: Mapping[str, int | float]) -> dict[str, int | float]:
+    return {name: values[name] for name in loaded.arguments}
+
+
+def _launch(loaded: Loaded, values: dict[str, int | float], device: int) -> None:
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    workspace = None
+    if loaded.workspace_bytes:
+        workspace = _shared_workspace(loaded, device, stream)
+        values["workspace"] = workspace.data_ptr()
+    bound = loaded.kernel.prepare(_named(loaded, values), stream=stream)
+    if loaded.lock is None:
+        bound()
+    else:
+        with loaded.lock:
+            bound()
+
+
+def _own_workspace(loaded: Loaded, device: int) -> torch.Tensor:
+    """Scratch memory of one prepared launch; ready for use on any stream when it needs zeros."""
+    place = torch.device("cuda", device)
+    if not loaded.workspace_zeroed:
+        return torch.empty(loaded.workspace_bytes, dtype=torch.uint8, device=place)
+    workspace = torch.zeros(loaded.workspace_bytes, dtype=torch.uint8, device=place)
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(place).synchronize()
+    return workspace
+
+
+def _shared_workspace(loaded: Loaded, device: int, stream: int) -> torch.Tensor:
+    """Scratch memory of one eager launch.
+
+    A self-resetting workspace is zeroed once and then reused by launches of the same program on the same stream, which
+    run one after another. Inside a capture it is new and zeroed in the graph: the graph's replays then own it alone, on
+    whatever stream they run.
+    """
+    place = torch.device("cuda", device)
+    size = loaded.workspace_bytes
+    if not loaded.workspace_zeroed:
+        return torch.empty(size, dtype=torch.uint8, device=place)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.uint8, device=place)
+    key = (device, stream, loaded.name)
+    workspace = _workspaces.get(key)
+    if workspace is None or workspace.numel() < size:
+        with _workspace_lock:
+            workspace = _workspaces.get(key)
+            if workspace is None or workspace.numel() < size:
+                workspace = torch.zeros(size, dtype=torch.uint8, device=place)
+                _workspaces[key] = workspace
+    return workspace

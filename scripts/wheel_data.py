@@ -1,0 +1,39 @@
+"""The wheel's build hook: wheels carry the data and exactly the manifest's cubins, editable installs read the checkout.
+
+Cubins come from build/out where `chord build` left them; what is missing is compiled with the pinned NVRTC, and a cubin
+whose hash is not the manifest's fails the build.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+DATA = {"registry": (".toml", ".json"), "templates": (".cu.j2", ".cuh")}
+"""Folders that travel, and the endings of the files in them that do: a stray file never gets into a wheel."""
+
+
+class WheelData(BuildHookInterface):  # type: ignore[type-arg]
+    """Adds chord/_data to wheels; hatchling finds the class by its base."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called before the wheel is written. Raises chord's ToolchainError, CompileError or VerificationError."""
+        if version == "editable":  # included files would be copied into site-packages and go stale there
+            return
+        root = Path(self.root)
+        files = [root / "manifest.json", root / "build" / "toolchain.toml", *self._cubins(root)]
+        for folder, endings in DATA.items():
+            files += [path for path in sorted((root / folder).rglob("*")) if path.name.endswith(endings)]
+        for path in files:
+            build_data["force_include"][str(path)] = f"chord/_data/{path.relative_to(root).as_posix()}"
+
+    def _cubins(self, root: Path) -> list[Path]:
+        """The manifest's cubins, complete and verified. The builder is that of the tree which is being packed."""
+        sys.path.insert(0, str(root))
+        try:
+            from chord.build.release import complete_store
+
+            return complete_store(root, report=self.app.display_info)
+        finally:
+            sys.path.remove(str(root))
