@@ -37,7 +37,7 @@ _HOMES = {
 }
 """Where each public name is defined."""
 
-_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune"])
+_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune", "w4a16"])
 _OWN = _MODULES | {"__init__", "_data", "_paths", "_settings", "_version"}
 """What may lie in this folder. Another public project has the import root `chord`, too."""
 
