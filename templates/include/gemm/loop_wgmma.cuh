@@ -8,13 +8,13 @@ namespace gemm {
 
 template <class T>
 struct WgmmaLoop {
-    // 640 threads enter with at most 96 registers each. Above 64 rows the producer leaves most of its to the math warps.
+    // 640 threads enter with at most 96 registers each. Above 64 rows the producer leaves a third of its to the math warps.
     static constexpr bool kMoveRegisters = T::max_rows > 64;
     static __device__ __forceinline__ void enter_producer() {
-        if constexpr (kMoveRegisters) ptx::keep_registers<32>();
+        if constexpr (kMoveRegisters) ptx::keep_registers<64>();
     }
     static __device__ __forceinline__ void enter_math() {
-        if constexpr (kMoveRegisters) ptx::take_registers<112>();
+        if constexpr (kMoveRegisters) ptx::take_registers<104>();
     }
 
     // acc += weights * tokens over all of K, k16 after k16. One k64 block is dequantised while the one before multiplies.
@@ -39,7 +39,7 @@ struct WgmmaLoop {
     }
 
 private:
-    static constexpr int kInFlight = T::max_rows <= 96 ? 1 : 0;  // two sets of fragments do not fit beside more rows
+    static constexpr int kInFlight = T::max_rows <= 80 ? 1 : 0;  // two sets of fragments do not fit beside more rows
 
     template <u32 kWidth>
     static __device__ __forceinline__ void multiply(MathWarp<T>& warp, f32 (&acc)[kWidth / 2], u64 tokens, u32 block) {

@@ -69,25 +69,33 @@ struct Gather {
     static constexpr u32 kHeld = ceil_div(ceil_div(T::max_rows, T::gather_warps), 32u);
 
     u32 warp, lane;
-    u32 source[kHeld];
+    u32 pair[kHeld], source[kHeld];
 
-    // Row of the tile that lane `index % 32` holds in source[index / 32].
+    // Row of the tile that lane `index % 32` holds in pair[index / 32].
     __device__ __forceinline__ u32 row_of(u32 index) const {
         return (index / kRowsPerPass * T::gather_warps + warp) * kRowsPerPass + index % kRowsPerPass;
     }
 
-    // Reads the item's row ids; writes them and their factors to the slot, keeps the rows to copy.
     template <class Rows>
-    __device__ __forceinline__ void take(const Item& item, const Rows& rows, const Problem& problem, u32 slot) {
+    __device__ __forceinline__ void look_up(const Item& item, const Rows& rows) {
 #pragma unroll
         for (u32 h = 0; h < kHeld; ++h) {
             const u32 row = row_of(32 * h + lane);
-            const u32 pair = row < item.rows ? rows.pair(item.slot + row) : kNoRow;
-            source[h] = pair == kNoRow ? kNoRow : rows.source_row(pair);
+            pair[h] = row < item.rows ? rows.pair(item.slot + row) : kNoRow;
+        }
+    }
+
+    // Writes the rows' pairs and factors to the item's slot, and turns them into the rows to copy.
+    template <class Rows>
+    __device__ __forceinline__ void announce(const Item& item, const Rows& rows, const Problem& problem, u32 slot) {
+#pragma unroll
+        for (u32 h = 0; h < kHeld; ++h) {
+            const u32 row = row_of(32 * h + lane);
+            source[h] = pair[h] == kNoRow ? kNoRow : rows.source_row(pair[h]);
             if (row < item.width) {
-                ptx::store_shared(slot + T::slot_ids + 4 * row, pair);
+                ptx::store_shared(slot + T::slot_ids + 4 * row, pair[h]);
                 if (problem.row_weight != nullptr) {
-                    const f32 factor = pair == kNoRow ? 0.f : problem.row_weight[pair];
+                    const f32 factor = pair[h] == kNoRow ? 0.f : problem.row_weight[pair[h]];
                     ptx::store_shared(slot + T::slot_factors + 4 * row, __float_as_uint(factor));
                 }
             }
@@ -121,6 +129,8 @@ struct Gather {
     }
 };
 
+// The next item is looked up while the copies of the one before are under way, but not into the next window: the warp that
+// streams weights would wait for this item's tokens, and this warp for that one's arrival at the window's barrier.
 template <class T, class Rows>
 __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, u32 shared) {
     Schedule<T, Rows> schedule(rows, shared, problem.strips());
@@ -128,21 +138,24 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
     gather.warp = threadIdx.x / 32 - T::math_warps - 1;
     gather.lane = threadIdx.x % 32;
     RingPosition at, slot;
-    Item item;
-    bool more;
-    do {
-        more = schedule.next(item);
+    Item item, following;
+    bool more = schedule.next(item);
+    if (more) gather.look_up(item, rows);
+    while (true) {
         const u32 place = shared + T::slot_base + slot.index * T::slot_bytes;
         ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
         if (gather.warp == 0 && gather.lane == 0) {
             const u32 output = item.group * (kStrips * kBlock) + item.strip * kBlock;
             ptx::store_shared_v4(place, more ? make_uint4(item.width, item.strips, output, 0) : make_uint4(0, 0, 0, 0));
         }
-        if (more) gather.take(item, rows, problem, place);
+        if (more) gather.announce(item, rows, problem, place);
         ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
+        if (!more) return;
         slot.template next<T::slots>();
+        more = schedule.next_here(following);
+        if (more) gather.look_up(following, rows);
         u32 offset = 0;
-        for (u32 left = more ? problem.k_blocks() : 0; left > 0;) {
+        for (u32 left = problem.k_blocks(); left > 0;) {
             const u32 blocks = smaller(left, T::stage_blocks);
             ptx::mbarrier_wait(shared + T::empty + 8 * at.index, at.parity ^ 1);
             gather.copy(item, problem, shared + at.index * T::stage_bytes, offset, blocks);
@@ -151,7 +164,12 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
             left -= blocks;
             at.template next<T::stages>();
         }
-    } while (more);
+        if (!more) {
+            more = schedule.next(following);
+            if (more) gather.look_up(following, rows);
+        }
+        item = following;
+    }
 }
 
 }  // namespace gemm

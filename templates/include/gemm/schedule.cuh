@@ -36,28 +36,31 @@ public:
         open_window(0);
     }
 
-    // The next item of this CTA; false when there is none. Every producer warp must call it until it says false.
+    // The next item of this CTA in the window at hand; false when there is none.
+    __device__ __forceinline__ bool next_here(Item& item) {
+        if (place_ < whole_) {
+            fill(item, place_, 0, kStrips);
+            place_ += gridDim.x;
+            return true;
+        }
+        if (parts_ == 1) return false;
+        const u32 index = whole_ + blockIdx.x / parts_, each = kStrips / parts_;
+        if (index < items_) fill(item, index, blockIdx.x % parts_ * each, each);
+        parts_ = 1;
+        return index < items_ && item.strips > 0;
+    }
+
+    // The next item of this CTA; false when there is none. All producer warps must go on calling it until it says false:
+    // they look at a new window together, once each has done everything in the one before.
     __device__ __forceinline__ bool next(Item& item) {
-        while (true) {
-            if (place_ < whole_) {
-                fill(item, place_, 0, kStrips);
-                place_ += gridDim.x;
-                return true;
-            }
-            if (parts_ > 1) {
-                const u32 parts = parts_, index = blockIdx.x / parts, each = kStrips / parts;
-                parts_ = 1;
-                if (whole_ + index < items_) {
-                    fill(item, whole_ + index, blockIdx.x % parts * each, each);
-                    if (item.strips > 0) return true;
-                }
-            }
+        while (!next_here(item)) {
             if (window_.last) return false;
             place_ -= items_;
             before_ = (before_ + items_) % gridDim.x;
             ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
             open_window(window_.next);
         }
+        return true;
     }
 
 private:
