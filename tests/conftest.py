@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -13,9 +13,9 @@ _NEED_TORCH = ["unit/router/*", "gpu/*"]
 collect_ignore_glob = [] if _HAS_TORCH else _NEED_TORCH
 
 
-@lru_cache(maxsize=1)
-def _why_no_gpu() -> str:
-    """Empty when kernels can run here; otherwise what is missing. Anything unexpected is an error, not a skip."""
+@cache
+def _why_not(count: int) -> str:
+    """Empty when kernels can run on `count` GPUs here, else what is missing. Whatever is unexpected is an error."""
     import torch
 
     if not torch.cuda.is_available():
@@ -25,7 +25,8 @@ def _why_no_gpu() -> str:
 
     if torch.cuda.get_device_capability() not in BY_CAPABILITY:
         return f"{torch.cuda.get_device_name()} is no GPU that chord has kernels for"
-    return ""
+    found = torch.cuda.device_count()
+    return "" if found >= count else f"expected {count} devices, torch finds {found}"
 
 
 def pytest_report_header() -> list[str]:
@@ -33,7 +34,8 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    cause = _why_no_gpu() if marked else ""
-    for item in marked if cause else []:
-        item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {cause}"))
+    for item in items:
+        for mark in item.iter_markers("gpu"):  # gpu(count=2) needs two of them
+            cause = _why_not(mark.kwargs.get("count", 1))
+            if cause:
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {cause}"))

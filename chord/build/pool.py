@@ -85,10 +85,10 @@ def _as_completed(running: Iterable[Future[Result]]) -> Iterator[Future[Result]]
 
 
 class _Process:
-    """One worker. Its environment is bare: variables such as NVRTC_APPEND_FLAGS would change what is compiled."""
+    """One worker. Its environment is bare: NVRTC reads variables of its own (NVRTC_APPEND_FLAGS and others)."""
 
     def __init__(self, pin: ToolchainPin) -> None:
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         self._popen = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
             [sys.executable, "-I", "-c", _START, json.dumps(sys.path)],
             stdin=subprocess.PIPE,

@@ -24,6 +24,8 @@ def complete_store(root: Path, report: Callable[[str], None]) -> list[Path]:
     cubin comes out different, and what builder.build raises.
     """
     tree = Tree(root)
+    if not tree.manifest.is_file():
+        raise VerificationError(f"{tree.manifest}: expected the committed manifest, found no file; run `chord build`")
     manifest = canonical.decode(tree.manifest.read_bytes(), str(tree.manifest))
     recorded = recorded_builds(manifest)
     work = jobs_module.read(tree)

@@ -28,6 +28,12 @@ def poisoned_plan(like: RoutePlan) -> RoutePlan:
     return RoutePlan(*(torch.full_like(tensor, POISON) for tensor in like))
 
 
+def poison(plan: RoutePlan) -> None:
+    """Fills a plan's buffers with POISON, before they are written again."""
+    for tensor in plan:
+        tensor.fill_(POISON)
+
+
 def check_ids(topk_ids: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor) -> list[str]:
     """Ids [M, k] ascending, distinct, in range, and the right ones up to the rank tolerance."""
     experts, top_k = logits.shape[1], topk_ids.shape[1]

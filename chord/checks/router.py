@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poisoned_plan
+from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poisoned_plan, same_bits
 from chord.checks.inputs import RouterCase
-from chord.router import RoutePlan, fused_router, max_route_blocks, prepare_fused_router, route_plan
+from chord.router import RoutePlan, fused_router, launch, max_route_blocks, prepare_fused_router, route_plan
 from chord.router.experts import resolve_local_experts
 from chord.router.plan import empty_route_plan
 
@@ -131,14 +131,44 @@ def check_route_plan(
     return [f"{label}: {problem}" for problem in check_plan(plan, topk_ids, num_experts, block_m, expert_map)]
 
 
+def candidates(case: RouterCase, settings: Settings) -> list[str]:
+    """Names of all programs with a build for the case's GPU that admit it, routed or not, sorted."""
+    problem = launch.router_problem(case.logits, case.top_k, settings.block_m)
+    programs = launch.registry().programs("fused_router", launch.architecture(case.logits.device.index))
+    return [name for name, program in programs.items() if launch.admits(program, problem)]
+
+
+def routed_program(case: RouterCase, settings: Settings) -> str:
+    """Name of the program that the registry routes the case to."""
+    problem = launch.router_problem(case.logits, case.top_k, settings.block_m)
+    arch = launch.architecture(case.logits.device.index)
+    return launch.registry().lookup("fused_router", arch, problem).program_name
+
+
+def compare_programs(case: RouterCase, settings: Settings) -> list[str]:
+    """Runs a case through every program that admits it: each result right, and all of them bitwise the same."""
+    problems, first, first_name = [], None, ""
+    for name in candidates(case, settings):
+        written = run_prepared(case, settings, name)
+        problems += [f"{case.name} {name}: {problem}" for problem in router_problems(case, settings, written)]
+        if first is None:
+            first, first_name = written, name
+        problems += [
+            f"{case.name}: {name} and {first_name} differ in the bits of {field}"
+            for field, mine, theirs in zip(
+                ("topk_weights", "topk_ids", *RoutePlan._fields),
+                (written.topk_weights, written.topk_ids, *written.plan),
+                (first.topk_weights, first.topk_ids, *first.plan),
+                strict=True,
+            )
+            if not same_bits(mine, theirs)
+        ]
+    return problems
+
+
 def _described(settings: Settings) -> str:
-    changed = (
-        {
-            key: value
-            for key, value in settings._asdict().items()
-            if value != Settings._field_defaults[key] or key == "block_m"
-        }
-        if not isinstance(settings.local_experts, torch.Tensor)
-        else {"block_m": settings.block_m, "local_experts": "map"}
-    )
-    return ", ".join(f"{key}={value}" for key, value in changed.items())
+    """The settings that are not the defaults, and block_m."""
+    if isinstance(settings.local_experts, torch.Tensor):
+        settings = settings._replace(local_experts=None, num_local_experts=-1)  # a map is named, not printed
+    changed = (f"{key}={value}" for key, value in settings._asdict().items() if value != Settings._field_defaults[key])
+    return " ".join([f"block_m={settings.block_m}", *(text for text in changed if not text.startswith("block_m"))])

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from chord.registry.arrays import array_of
+from chord.registry.arrays import address_of
 from chord.registry.driver import Driver
 from chord.registry.schema import Arg
 
@@ -69,17 +69,12 @@ class Packer:
                 unwrapped.append(0)
             else:
                 try:
-                    array = array_of(value, arg.type)
-                    place = array.device
-                    if place is None and array.pointer:
-                        place = driver.pointer_device(array.pointer)
-                    if place is not None and place != device:
-                        raise ValueError(f"is on cuda:{place}, the kernel is on cuda:{device}")
+                    pointer, owner = address_of(value, arg.type, device, driver)
                 except ValueError as error:
                     faults.append(f"{arg.name} {error}")
                 else:
-                    unwrapped.append(array.pointer)
-                    keep.append(array.keep)
+                    unwrapped.append(pointer)
+                    keep.append(owner)
         if faults:
             raise ValueError("; ".join(faults))
         return unwrapped, tuple(keep)

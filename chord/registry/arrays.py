@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from chord.registry.driver import Driver
 
 _DLPACK_CUDA = 2
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "pinned host memory", 13: "managed memory"}
@@ -16,15 +17,6 @@ _ELEMENTS = {"f32": ("f", 32), "f16": ("f", 16), "bf16": ("bf", 16), "i32": ("i"
 """Kind and bits of each buffer type; "any" takes everything."""
 
 _DLPACK_KINDS = {0: "i", 1: "u", 2: "f", 4: "bf", 6: "bool"}
-
-
-@dataclass(frozen=True)
-class Array:
-    """Where an array lies. `device` is None when only the driver can tell; `keep` must outlive the use of `pointer`."""
-
-    pointer: int
-    device: int | None
-    keep: object
 
 
 class _DLTensor(ctypes.Structure):
@@ -47,27 +39,32 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-def array_of(value: Any, element: str) -> Array:  # noqa: ANN401 - any library's array
-    """Read an array of `element` ("any", "f32", ...). Raises ValueError, without the argument's name, if unfit."""
+def address_of(value: Any, element: str, device: int, driver: Driver) -> tuple[int, object]:  # noqa: ANN401
+    """Address of an array of `element` ("any", "f32", ...) on a device, and what must outlive the use of that address.
+
+    Raises ValueError, without the argument's name, for anything else.
+    """
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        return _from_dlpack(value, element)
+        return _from_dlpack(value, element, device, driver)
     interface = getattr(value, "__cuda_array_interface__", None)
     if interface is None:
         raise ValueError(
             "expected an address, None, a DLPack object or one with __cuda_array_interface__, "
             f"got {type(value).__name__}"
         )
-    return _from_interface(value, interface, element)
+    return _from_interface(interface, element, device, driver), value
 
 
-def _from_dlpack(value: Any, element: str) -> Array:  # noqa: ANN401
-    kind, device = value.__dlpack_device__()
+def _from_dlpack(value: Any, element: str, device: int, driver: Driver) -> tuple[int, object]:  # noqa: ANN401
+    kind, place = value.__dlpack_device__()
     if kind != _DLPACK_CUDA:
         raise ValueError(
             f"is on {_DLPACK_DEVICES.get(int(kind), f'DLPack device {int(kind)}')}, expected a CUDA device"
         )
+    _check_device(int(place), device)
     try:
-        capsule = value.__dlpack__(stream=-1)  # -1: no synchronisation, ordering is the caller's
+        with driver.context(device):  # torch exports from the current device alone
+            capsule = value.__dlpack__(stream=-1)  # -1: no synchronisation, ordering is the caller's
     except (BufferError, RuntimeError, TypeError) as error:
         raise ValueError(f"cannot be exported through DLPack: {error}") from error
     tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
@@ -76,17 +73,26 @@ def _from_dlpack(value: Any, element: str) -> Array:  # noqa: ANN401
         _check_contiguous(shape, tensor.strides[: tensor.ndim])
     _check_element(element, _DLPACK_KINDS.get(tensor.code, "?"), tensor.bits * tensor.lanes)
     # The capsule keeps the memory; as nobody takes it over, it frees its own descriptor when it goes.
-    return Array((tensor.data or 0) + tensor.byte_offset, int(device), capsule)
+    return (tensor.data or 0) + tensor.byte_offset, capsule
 
 
-def _from_interface(value: object, interface: dict[str, Any], element: str) -> Array:
+def _from_interface(interface: dict[str, Any], element: str, device: int, driver: Driver) -> int:
+    pointer = int(interface["data"][0] or 0)
+    place = driver.pointer_device(pointer) if pointer else None
+    if place is not None:
+        _check_device(place, device)
     kind, size_bytes = interface["typestr"][1], int(interface["typestr"][2:])
     strides = interface.get("strides")
     if strides is not None:
         _check_contiguous(interface["shape"], [stride / size_bytes for stride in strides])
     if kind != "V":  # types that numpy has no name for, such as bfloat16, cannot be checked
         _check_element(element, kind, size_bytes * 8)
-    return Array(int(interface["data"][0] or 0), None, value)
+    return pointer
+
+
+def _check_device(place: int, device: int) -> None:
+    if place != device:
+        raise ValueError(f"is on cuda:{place}, the kernel is on cuda:{device}")
 
 
 def _check_contiguous(shape: Sequence[int], strides: Sequence[float]) -> None:

@@ -175,7 +175,10 @@ class Driver:
         return self.check(self.api.cuModuleGetFunction(module, symbol.encode()), f"finding kernel {symbol}")
 
     def configure(self, function: Handle, kernel: KernelConfig) -> None:
-        """Allow the function its dynamic shared memory and a cluster of more than 8 blocks."""
+        """Allow the function its dynamic shared memory and a cluster of more than 8 blocks, and put it on the device.
+
+        Without the latter the driver would do so at the first launch, which takes several times a launch's own time.
+        """
         attributes = self.api.CUfunction_attribute
         wanted = []
         if kernel.dynamic_smem_bytes:
@@ -185,6 +188,7 @@ class Driver:
         for attribute, value in wanted:
             result = self.api.cuFuncSetAttribute(function, attribute, value)
             self.check(result, f"allowing kernel {kernel.symbol} {attribute.name} = {value}")
+        self.check(self.api.cuFuncLoad(function), f"loading kernel {kernel.symbol}")
 
     def resident_blocks(self, function: Handle, kernel: KernelConfig, device: int) -> int:
         """How many blocks (a whole number of clusters) the device holds at once."""

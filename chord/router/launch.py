@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from chord.errors import ManifestError, NoProgramError
-from chord.registry import Registry
+from chord.registry import Kernel, Registry
 from chord.registry.architectures import of_capability
-from chord.registry.schema import Operator, Program, Workspace
+from chord.registry.schema import Operator, Program
 from chord.router.plan import RoutePlan
 from chord.router.validate import LOGITS_DTYPES
 
@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
     """A program on a device, ready to be given arguments."""
 
     name: str
-    kernel: Any
+    kernel: Kernel
     arguments: tuple[str, ...]
     workspace_bytes: int
     workspace_zeroed: bool
@@ -209,32 +209,35 @@ def load(operator: str, device: int, problem: Problem, program: str | None = Non
     arguments = check_abi(operator, definition, name, chosen)
     tokens = problem["num_tokens" if operator == "fused_router" else "num_pairs"]
     assert isinstance(tokens, int)  # noqa: S101 - tells mypy which half of the union it is
+    kernel = opened.load(name, device=device)
     several = chosen.workspace.zeroed and len(chosen.kernels) > 1
     return Loaded(
         name,
-        opened.load(name, device=device),
+        kernel,
         arguments,
-        workspace_bytes(chosen.workspace, tokens),
+        kernel.workspace_bytes(tokens),
         chosen.workspace.zeroed,
         _launch_locks.setdefault(name, threading.Lock()) if several else None,
     )
 
 
-def workspace_bytes(workspace: Workspace, tokens: int) -> int:
-    """Scratch bytes of a launch over `tokens` rows (pairs for route_plan)."""
-    return workspace.bytes + workspace.bytes_per_token * tokens
-
-
 def admits(program: Program, problem: Mapping[str, int | str]) -> bool:
-    """Whether a program can serve a problem: each constant that is also a key of the problem agrees."""
+    """Whether a program can serve a problem: each constant that is also a key of the problem agrees.
+
+    A program that serves any number of tokens up to a limit has the constant `max_tokens`.
+    """
+    limit = program.constants.get("max_tokens")
+    if isinstance(limit, int) and int(problem.get("num_tokens", 0)) > limit:
+        return False
     return all(program.constants.get(key, value) == value for key, value in problem.items())
 
 
 def check_admits(name: str, program: Program, problem: Mapping[str, int | str]) -> None:
     """Raises NoProgramError for a program that was compiled for another problem."""
     if not admits(program, problem):
-        wrong = {k: program.constants[k] for k, v in problem.items() if program.constants.get(k, v) != v}
-        raise NoProgramError(f"{name}: compiled for {wrong}, asked for {dict(problem)}")
+        keys = (*problem, "max_tokens")
+        fixed = {key: program.constants[key] for key in keys if key in program.constants}
+        raise NoProgramError(f"{name}: compiled for {fixed}, asked for {dict(problem)}")
 
 
 def check_abi(operator: str, definition: Operator, name: str, program: Program) -> tuple[str, ...]:

@@ -11,13 +11,17 @@ import pytest
 
 import toytree
 from chord import _paths
+from chord.build import jobs as jobs_module
 from chord.build.builder import build
+from chord.build.pool import CompilerPool
 from chord.build.tree import Tree
 
 BUILD = """
 import sys
 from pathlib import Path
+from chord.build import jobs as jobs_module
 from chord.build.builder import build
+from chord.build.pool import CompilerPool
 from chord.build.tree import Tree
 build(tree=Tree(Path(sys.argv[1])), jobs=int(sys.argv[2]))
 """
@@ -44,10 +48,12 @@ def test_another_folder_and_process(built: Tree, tmp_path: Path) -> None:
 
 
 def test_nothing_around_the_build_reaches_the_compiler(built: Tree, tmp_path: Path) -> None:
-    """Variables that NVRTC honours, and headers where it would look without --no-source-include."""
+    """Variables that NVRTC reads, headers where it might look, libraries that the loader would prefer."""
     trap = tmp_path / "trap"
     (trap / "common").mkdir(parents=True)
     (trap / "common" / "base.cuh").write_text("#error the header of the working directory was read\n")
+    for name in ("libnvrtc.so.12", "libnvrtc-builtins.so.12.9"):
+        (trap / name).write_bytes(b"not a library")
     other = built_elsewhere(
         tmp_path / "tree2",
         2,
@@ -55,11 +61,23 @@ def test_nothing_around_the_build_reaches_the_compiler(built: Tree, tmp_path: Pa
         NVRTC_APPEND_FLAGS="-DTOY_VERBOSE -lineinfo",
         NVRTC_PREPEND_FLAGS=f"-I{trap}",
         CPATH=str(trap),
+        LD_LIBRARY_PATH=str(trap),
         LD_PRELOAD="",
         TMPDIR="/nonexistent",
         HOME="/nonexistent",
     )
     assert everything(other) == everything(built)
+
+
+def test_compilers_run_in_a_bare_environment(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVRTC_APPEND_FLAGS", "-lineinfo")
+    work = jobs_module.read(tree)
+    with CompilerPool(work.pin, 1) as pool:
+        (_, result), *_ = pool.compile_all({0: work.jobs[0].request})
+        assert result.cubin
+        (process,) = pool._processes
+        environ = Path(f"/proc/{process._popen.pid}/environ").read_bytes().split(b"\0")
+    assert {entry.partition(b"=")[0] for entry in environ if entry} <= {b"PATH", b"LD_LIBRARY_PATH", b"LC_ALL"}
 
 
 @pytest.mark.parametrize("jobs", [1, 3])

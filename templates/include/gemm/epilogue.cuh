@@ -5,6 +5,7 @@
 #include "gemm/rows.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 

@@ -3,7 +3,7 @@
 #include "common/types.cuh"
 #include "gemm/loop.cuh"
 #include "ptx/mma.cuh"
-#include "ptx/shared.cuh"
+#include "ptx/matrix.cuh"
 
 namespace gemm {
 

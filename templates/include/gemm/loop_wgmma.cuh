@@ -2,6 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 #include "gemm/loop.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace gemm {

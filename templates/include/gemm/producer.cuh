@@ -6,6 +6,7 @@
 #include "gemm/rows.cuh"
 #include "gemm/schedule.cuh"
 #include "gemm/tile.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"

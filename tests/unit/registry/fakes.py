@@ -130,6 +130,12 @@ class FakeApi:
         assert symbol in self.images[module]
         return SUCCESS, self._handle(self.owner[module])
 
+    def _cuFuncLoad(self, function):
+        if self.capturing and self._thread.mode != RELAXED:
+            self.spoiled = True
+            return (cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
+        return (SUCCESS,)
+
     def _cuFuncSetAttribute(self, function, attribute, value):
         self.attributes.setdefault(function, {})[attribute.name] = value
         return (SUCCESS,)

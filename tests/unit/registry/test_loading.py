@@ -145,7 +145,14 @@ def test_a_wrong_ordinal(registry):
 
 @pytest.mark.parametrize(
     "call",
-    ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuCtxPushCurrent", "cuDevicePrimaryCtxRetain"],
+    [
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuFuncSetAttribute",
+        "cuFuncLoad",
+        "cuCtxPushCurrent",
+        "cuDevicePrimaryCtxRetain",
+    ],
 )
 def test_a_failed_load_leaves_nothing_behind(registry, api, call):
     api.fail(call, OUT_OF_MEMORY)

@@ -1,0 +1,177 @@
+"""Host time of router launches: a bare driver call, a prepared launch, the eager operator, a process's first call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from chord.bench.results import Results, Row, describe_run
+from chord.bench.stats import summarize
+from chord.checks.inputs import SELECTIONS, normal_case
+from chord.registry import PreparedLaunch
+from chord.router import PreparedFusedRouter, allocate_route_plan, fused_router, prepare_fused_router
+
+METHOD = (
+    "host clock around each call, bare driver call and prepared launch in turn; eager calls one after the other;"
+    " first call: fresh process with CUDA up, until the result is there"
+)
+FIRST_CALL_CODE = """
+import json, time, torch
+logits = torch.randn({tokens}, {experts}, device="cuda")
+bias = torch.zeros({experts}, device="cuda")
+torch.cuda.synchronize()
+start = time.perf_counter()
+import chord
+route = chord.fused_router
+imported = time.perf_counter()
+output = route(logits, bias, top_k={top_k}, block_m=8)
+torch.cuda.synchronize()
+done = time.perf_counter()
+route(logits, bias, top_k={top_k}, block_m=8)
+with open("/proc/self/maps") as maps:
+    compiler = any("nvrtc" in line or "nvJitLink" in line for line in maps)
+print(json.dumps(dict(import_us=(imported - start) * 1e6, call_us=(done - imported) * 1e6, compiler=compiler)))
+"""
+
+
+class LaunchTimes(NamedTuple):
+    """Medians in microseconds, measured in turn."""
+
+    bare_us: float
+    prepared_us: float
+    bare_samples: list[float]
+    prepared_samples: list[float]
+
+
+class FirstCall(NamedTuple):
+    """The first router call of a process in which CUDA is up."""
+
+    import_us: float
+    """Importing chord's operators, torch being imported."""
+    call_us: float
+    """Open, look up, verify, load, launch, wait."""
+    compiler: bool
+    """Whether a compiler library is mapped into the process (torch itself may map one)."""
+
+
+def bare_launch(prepared: PreparedFusedRouter) -> Callable[[], None]:
+    """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream."""
+    launch = prepared.launch
+    if not isinstance(launch, PreparedLaunch):
+        raise TypeError(f"prepared: expected a launch on a GPU, got {prepared.program}")
+    # What PreparedLaunch made is taken apart here, and only here, so that both launch exactly the same thing.
+    call, parameters = launch._call, launch._params
+    steps = launch._configure(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    if len(steps) == 1:
+        config, function = steps[0]
+        return lambda: call(config, function, parameters, 0)
+
+    def several() -> None:
+        for config, function in steps:
+            call(config, function, parameters, 0)
+
+    return several
+
+
+def launch_times(prepared: PreparedFusedRouter, launches: int = 10_000) -> LaunchTimes:
+    """Times `launches` bare and prepared launches in turn. The GPU keeps up: a launch costs it less than the host."""
+    bare = bare_launch(prepared)
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(200):
+        bare()
+        prepared()
+    torch.cuda.synchronize()
+    clock = time.perf_counter_ns
+    for turn in range(launches):
+        start = clock()
+        bare()
+        middle = clock()
+        prepared()
+        end = clock()
+        samples[0].append((middle - start) / 1e3)
+        samples[1].append((end - middle) / 1e3)
+        if turn % 256 == 255:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return LaunchTimes(summarize(samples[0]).median, summarize(samples[1]).median, *samples)
+
+
+def call_times(call: Callable[[], object], calls: int = 2000) -> list[float]:
+    """Microseconds of host time of each call."""
+    for _ in range(100):
+        call()
+    torch.cuda.synchronize()
+    samples = []
+    for turn in range(calls):
+        start = time.perf_counter_ns()
+        call()
+        samples.append((time.perf_counter_ns() - start) / 1e3)
+        if turn % 256 == 255:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return samples
+
+
+def first_call(tokens: int, num_experts: int = 896, top_k: int = 16) -> FirstCall:
+    """Runs a fresh Python process. Raises RuntimeError with its output when it fails."""
+    code = FIRST_CALL_CODE.format(tokens=tokens, experts=num_experts, top_k=top_k)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own code
+    if done.returncode:
+        raise RuntimeError(f"the first-call process failed:\n{done.stderr}")
+    return FirstCall(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def run(
+    *,
+    launches: int = 10_000,
+    processes: int = 5,
+    commit: str | None = None,
+    progress: Callable[[Row], None] = lambda row: None,
+) -> Results:
+    """The "host" suite on the current GPU: one row per way to launch and token count."""
+    results = describe_run("host", METHOD, "none", 0, {}, commit)
+
+    def add(scenario: str, tokens: int, program: str, samples: list[float]) -> None:
+        summary = summarize(samples)
+        row = Row(
+            scenario=scenario,
+            tokens=tokens,
+            block_m=8,
+            program=program,
+            samples=summary.samples,
+            us=summary.median,
+            p10=summary.p10,
+            p90=summary.p90,
+        )
+        results.rows.append(row)
+        progress(row)
+
+    for tokens in (1, 16, 300, 2048):
+        _add_launches(tokens, launches, add)
+    firsts = [first_call(1) for _ in range(processes)]
+    add("first_call", 1, "", [first.call_us for first in firsts])
+    add("import", 1, "", [first.import_us for first in firsts])
+    return results
+
+
+def _add_launches(tokens: int, launches: int, add: Callable[[str, int, str, list[float]], None]) -> None:
+    experts, top_k = SELECTIONS[0]
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = normal_case(tokens, experts, torch.float32, device)
+    prepared = prepare_fused_router(case.logits, case.bias, top_k=top_k, block_m=8)
+    prepared()
+    times = launch_times(prepared, launches)
+    plan = allocate_route_plan(tokens, top_k=top_k, num_experts=experts, block_m=8, device=device)
+    add("bare_launch", tokens, prepared.program, times.bare_samples)
+    add("prepared", tokens, prepared.program, times.prepared_samples)
+    for scenario, own in (("eager", None), ("eager_own_plan", plan)):
+        call = partial(fused_router, case.logits, case.bias, top_k=top_k, block_m=8, plan=own)
+        add(scenario, tokens, prepared.program, call_times(call))

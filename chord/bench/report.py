@@ -1,0 +1,126 @@
+"""Tables for people from committed results files, and from nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from chord.bench.results import Results, Row
+from chord.bench.stats import geometric_mean
+
+Cell = tuple[int, int]
+"""(tokens, block_m)"""
+
+
+class Comparison(NamedTuple):
+    """One router row beside its peers; ratios above 1 mean that chord is faster."""
+
+    row: Row
+    best_peer: str | None
+    ratio: float | None
+    """Best peer of the same run / chord."""
+    recorded_ratio: float | None
+    """(SGLang / chord, this run) / (SGLang / recorded peer, its run): the recorded peer's time / chord's."""
+
+
+def compare(results: Results, scenario: str, recorded: Results | None = None) -> list[Comparison]:
+    """Rows of a scenario. recorded: results of a peer that cannot run here, with SGLang measured beside it."""
+    others = {} if recorded is None else by_cell(recorded, scenario)
+    comparisons = []
+    for row in results.rows:
+        if row.scenario != scenario:
+            continue
+        best = min(row.peers, key=lambda name: row.peers[name], default=None)
+        ratio = None if best is None else row.peers[best] / row.us
+        other = others.get((row.tokens or 0, row.block_m or 0))
+        through = None
+        if other is not None and "sglang" in row.peers and "sglang" in other.peers:
+            through = (row.peers["sglang"] / row.us) / (other.peers["sglang"] / other.us)
+        comparisons.append(Comparison(row, best, ratio, through))
+    return sorted(comparisons, key=lambda c: (c.row.tokens or 0, c.row.block_m or 0))
+
+
+def by_cell(results: Results, scenario: str) -> dict[Cell, Row]:
+    """Rows of a scenario by tokens and block_m."""
+    return {(row.tokens or 0, row.block_m or 0): row for row in results.rows if row.scenario == scenario}
+
+
+def setting(results: Results) -> str:
+    """One line that says where and how the figures were measured."""
+    peers = ", ".join(f"{name} {version}" for name, version in sorted(results.peers.items()))
+    return (
+        f"{results.gpu}, driver {results.driver}, {results.date}, commit {results.commit[:12]}; {results.method}."
+        + (f" Peers: {peers}." if peers else "")
+    )
+
+
+def router_table(
+    results: Results, scenario: str = "k3", recorded: Results | None = None, label: str = "recorded"
+) -> str:
+    """A markdown table of a router scenario, one line per token count and block_m, with the geometric means below.
+
+    label: what the column of the recorded peer is called.
+    """
+    comparisons = compare(results, scenario, recorded)
+    if not comparisons:
+        raise ValueError(
+            f"scenario {scenario!r}: no rows; the file has {sorted({row.scenario for row in results.rows})}"
+        )
+    peers = sorted({name for c in comparisons for name in c.row.peers})
+    through = any(c.recorded_ratio is not None for c in comparisons)
+    head = ["tokens", "block_m", "program", "chord us", "p10-p90", *(f"{name} us" for name in peers)]
+    head += ["best peer / chord"] if peers else []
+    head += [f"{label} / chord"] if through else []
+    lines = [_table_line(head), _table_line(["---:", "---:", "---", *["---:"] * (len(head) - 3)])]
+    lines += [_table_line(_router_cells(c, peers, through)) for c in comparisons]
+    return "\n".join([*lines, "", *_means(comparisons, label)]) + "\n"
+
+
+def _router_cells(comparison: Comparison, peers: Sequence[str], through: bool) -> list[str]:
+    row = comparison.row
+    spread = "" if row.p10 is None or row.p90 is None else f"{row.p10:.2f}-{row.p90:.2f}"
+    cells = [str(row.tokens), str(row.block_m), f"`{row.program}`", f"{row.us:.2f}", spread]
+    cells += [f"{row.peers[name]:.2f}" if name in row.peers else "" for name in peers]
+    cells += [_ratio(comparison.ratio)] if peers else []
+    return cells + ([_ratio(comparison.recorded_ratio)] if through else [])
+
+
+def _means(comparisons: Sequence[Comparison], label: str) -> list[str]:
+    lines = []
+    for name, ratios in (
+        ("best peer of the same run", [c.ratio for c in comparisons if c.ratio is not None]),
+        (f"{label}, through SGLang", [c.recorded_ratio for c in comparisons if c.recorded_ratio is not None]),
+    ):
+        if ratios:
+            lines.append(
+                f"Against {name}: geometric mean {geometric_mean(ratios):.3f}x over {len(ratios)} cells,"
+                f" worst {min(ratios):.3f}x, best {max(ratios):.3f}x."
+            )
+    return lines
+
+
+def host_table(results: Results) -> str:
+    """A markdown table of the host suite: microseconds per way to launch."""
+    lines = [_table_line(["what", "tokens", "median us", "p10", "p90"]), _table_line(["---", *["---:"] * 4])]
+    for row in results.rows:
+        quantiles = ["" if value is None else f"{value:.2f}" for value in (row.p10, row.p90)]
+        lines.append(_table_line([row.scenario, str(row.tokens), f"{row.us:.2f}", *quantiles]))
+    return "\n".join(lines) + "\n"
+
+
+def slower_cells(comparisons: Sequence[Comparison], tolerance: float = 0.05) -> Mapping[Cell, float]:
+    """Cells that are more than `tolerance` slower than the recorded peer (or, without one, than the best peer)."""
+    found = {}
+    for comparison in comparisons:
+        ratio = comparison.recorded_ratio if comparison.recorded_ratio is not None else comparison.ratio
+        if ratio is not None and ratio < 1 / (1 + tolerance):
+            found[(comparison.row.tokens or 0, comparison.row.block_m or 0)] = ratio
+    return found
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,129 @@
+"""GPU times of short kernels: the profiler's timeline, a cold L2, subjects interleaved, the board at its working clock.
+
+Every subject is a callable that launches a fixed number of kernels. Before each call the L2 cache is flushed by
+READING: a writing flush would leave dirty lines whose write-back the next kernel pays for. Numbers of kernels, not
+names, tell which event belongs to whom, and a timeline with an event too few or too many is refused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+
+FLUSH_BYTES = 256 << 20
+"""Several times the largest L2 cache (50 MB on an H100 or H200, 126 MB on a B200)."""
+ATTEMPTS = 3
+
+
+class Span(NamedTuple):
+    """One GPU activity, microseconds on the profiler's clock."""
+
+    start: float
+    end: float
+
+
+class Subject(NamedTuple):
+    """What is measured. "span": first start to last end, for chained kernels; "sum": durations alone, without gaps."""
+
+    call: Callable[[], object]
+    measure: Literal["span", "sum"]
+
+
+class TimelineError(RuntimeError):
+    """The profiler lost or added events, so that they cannot be told apart."""
+
+
+def duration(spans: Sequence[Span], measure: Literal["span", "sum"]) -> float:
+    """Microseconds of one call."""
+    if measure == "span":
+        return max(span.end for span in spans) - min(span.start for span in spans)
+    return sum(span.end - span.start for span in spans)
+
+
+def split_timeline(spans: Sequence[Span], counts: Sequence[int], rounds: int) -> list[list[list[Span]]]:
+    """Cuts spans, in order of their start, into rounds of len(counts) groups: result[round][group].
+
+    Raises TimelineError when their number is not rounds * sum(counts).
+    """
+    if len(spans) != rounds * sum(counts):
+        raise TimelineError(f"expected {rounds} rounds of {list(counts)} GPU activities, got {len(spans)}")
+    ordered = iter(sorted(spans))
+    return [[[next(ordered) for _ in range(count)] for count in counts] for _ in range(rounds)]
+
+
+class ColdTimer:
+    """Times subjects with a cold L2 cache, turn by turn. `steady_ms`: how long the board is warmed up before a
+    measurement.
+    """
+
+    def __init__(self, steady_ms: int = 200) -> None:
+        self.steady_ms = steady_ms
+        self._buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._result = torch.zeros((), dtype=torch.float32, device="cuda")
+        self._flush_count = len(_profile(self.flush))
+
+    def flush(self) -> None:
+        """Evicts the L2 cache by reading."""
+        torch.sum(self._buffer, dim=0, out=self._result)
+
+    def measure(self, subjects: Mapping[str, Subject], samples: int) -> dict[str, list[float]]:
+        """Microseconds per subject and sample. Raises TimelineError when the profiler keeps losing events."""
+        for subject in subjects.values():
+            subject.call()
+        torch.cuda.synchronize()
+        counts = []
+        for subject in subjects.values():
+            counts += [self._flush_count, len(_profile(subject.call))]
+        self._warm(subjects)
+        for attempt in range(ATTEMPTS):
+            try:
+                rounds = split_timeline(_profile(lambda: self._rounds(subjects, samples)), counts, samples)
+                break
+            except TimelineError:
+                if attempt + 1 == ATTEMPTS:
+                    raise
+        return {
+            name: [duration(groups[2 * place + 1], subject.measure) for groups in rounds]
+            for place, (name, subject) in enumerate(subjects.items())
+        }
+
+    def _rounds(self, subjects: Mapping[str, Subject], rounds: int) -> None:
+        for _ in range(rounds):
+            for subject in subjects.values():
+                self.flush()
+                torch.cuda.synchronize()
+                subject.call()
+                torch.cuda.synchronize()
+
+    def _warm(self, subjects: Mapping[str, Subject]) -> None:
+        end = time.perf_counter() + self.steady_ms / 1e3
+        while time.perf_counter() < end:
+            self._rounds(subjects, 1)
+
+
+def graphed(call: Callable[[], object]) -> Callable[[], None]:
+    """A replay of the call's CUDA graph: no host time between its kernels."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _profile(call: Callable[[], object]) -> list[Span]:
+    """All GPU activities of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    events = profiler.events() or ()
+    return [Span(event.time_range.start, event.time_range.end) for event in events if event.device_type.name == "CUDA"]

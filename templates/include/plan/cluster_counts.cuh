@@ -1,0 +1,81 @@
+// The join of a plan that one cluster makes: every CTA sends its chunk's counts to all CTAs, each arriving store counting
+// on the receiver's mbarrier. One trip through the cluster's shared memory, no barrier after it.
+#pragma once
+#include "common/types.cuh"
+#include "plan/place.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/sync.cuh"
+
+namespace plan {
+
+template <int kCluster, int kMaxExperts, typename Count>
+struct ClusterCounts {
+    static constexpr u32 kBytes = kMaxExperts * sizeof(Count);
+    static constexpr u32 kPieces = kBytes / 16;
+    static_assert(kBytes % 16 == 0, "counts are sent 16 bytes at a time");
+
+    uint4 received[kCluster][kPieces];
+    uint4 own[kPieces];
+    u64 bar;
+
+    // First of all: the barrier, and the news to the cluster that it is there.
+    __device__ __forceinline__ void open() {
+        if (threadIdx.x == 0) {
+            const u32 at = ptx::shared_address(&bar);
+            ptx::mbarrier_init(at, 1);
+            ptx::mbarrier_init_fence();
+            ptx::mbarrier_arrive_expect(at, kCluster * kBytes);
+        }
+        ptx::cluster_arrive_relaxed();
+    }
+
+    // Waits until every CTA of the cluster has opened. Between open() and send().
+    __device__ __forceinline__ void wait_open() { ptx::cluster_wait_acquire(); }
+
+    // Thread t's counts of experts 2t and 2t + 1. A barrier must follow before send().
+    __device__ __forceinline__ void set(u32 first, u32 second) {
+        if (sizeof(Count) == 1) {
+            reinterpret_cast<u16*>(own)[threadIdx.x] = static_cast<u16>(first | second << 8);
+        } else {
+            reinterpret_cast<u32*>(own)[threadIdx.x] = first | second << 16;
+        }
+    }
+
+    // Sends `own` to all CTAs, this one included, beginning with the neighbour so that no receiver is flooded.
+    __device__ __forceinline__ void send(u32 rank) {
+        const u32 bar_at = ptx::shared_address(&bar), to = ptx::shared_address(received[rank]);
+        for (u32 i = threadIdx.x; i < kPieces * kCluster; i += blockDim.x) {
+            const u32 turn = i / kPieces, piece = i % kPieces;
+            const u32 peer = (turn + rank) % kCluster;
+            ptx::store_async(ptx::map_shared(to + piece * 16, peer), ptx::map_shared(bar_at, peer), own[piece]);
+        }
+    }
+
+    // Waits for all chunks, then sums thread t's two experts over all of them and over those before `rank`. The sums must
+    // stay below 2^16.
+    __device__ __forceinline__ void receive(u32 rank, TwoCounts& total, TwoCounts& before) {
+        ptx::mbarrier_wait_cluster(ptx::shared_address(&bar), 0);
+        u32 sum = 0, sum_before = 0;
+        if (threadIdx.x < kMaxExperts / 2) {
+#pragma unroll
+            for (u32 peer = 0; peer < kCluster; ++peer) {
+                const u32 two = pair_of(peer);
+                sum += two;
+                sum_before += peer < rank ? two : 0;
+            }
+        }
+        total = unpack(sum);
+        before = unpack(sum_before);
+    }
+
+  private:
+    __device__ __forceinline__ u32 pair_of(u32 peer) const {
+        if (sizeof(Count) == 1) {
+            const u32 two = reinterpret_cast<const u16*>(received[peer])[threadIdx.x];
+            return (two & 0xffu) | (two & 0xff00u) << 8;
+        }
+        return reinterpret_cast<const u32*>(received[peer])[threadIdx.x];
+    }
+};
+
+}  // namespace plan

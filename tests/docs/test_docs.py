@@ -1,0 +1,76 @@
+"""What the documents say is tried: their code runs, their paths exist, their tables match the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chord import _settings
+from chord.build.builder import build
+from chord.build.tree import Tree
+from chord.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the README's example needs torch")
+@pytest.mark.parametrize("page", ["README.md", "docs/registry.md"])
+def test_python_blocks_run(page: str) -> None:
+    assert blocks(page, "python")
+    for block in blocks(page, "python"):
+        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_and_links_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = [target for target in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in target]
+    assert [target for target in links if not (page.parent / target).exists()] == []
+    named = re.findall(r"`((?:chord|templates|registry|build|tests|docs|scripts|bench)/[\w./-]+)`", text)
+    elsewhere = ("build/out", "templates/scale", "registry/scale")  # what a build makes, and the example's own files
+    assert [path for path in named if not path.startswith(elsewhere) and not (ROOT / path).exists()] == []
+
+
+def test_the_settings_table_is_the_one_in_the_code() -> None:
+    rows = re.findall(r"^\| `(CHORD_\w+)` \| (.*) \|$", (ROOT / "docs/registry.md").read_text(), re.MULTILINE)
+    assert dict(rows) == _settings.KNOWN
+
+
+def test_the_commands_in_the_readme_exist() -> None:
+    from chord.cli import app
+
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    named = re.findall(r"^chord (\w+)", "\n".join(blocks("README.md", "sh")), re.MULTILINE)
+    assert named
+    assert set(named) <= known
+
+
+def test_adding_a_kernel_builds_as_shown(tmp_path: Path) -> None:
+    page = "docs/adding-a-kernel.md"
+    files = {
+        "templates/scale/block.cu.j2": blocks(page, "cuda")[0],
+        "registry/scale.toml": blocks(page, "toml")[0],
+        "registry/registry.toml": (ROOT / "registry/registry.toml").read_text(),
+        "build/toolchain.toml": (ROOT / "build/toolchain.toml").read_text(),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    report = build(tree=Tree(tmp_path))
+    assert report.compiled == 3
+    registry = Registry.open(tmp_path)
+    assert registry.lookup("scale", "sm_103a", {"num_tokens": 7}).program_name == "scale.block"
+    assert registry.verify().ok
+    assert json.loads((tmp_path / "manifest.json").read_text())["operators"]["scale"]["arms"]["block"]["template"]
