@@ -141,11 +141,11 @@ class Maker:
 
 
 def _refuse_serialised(log: str) -> None:
-    """Raises CompileError when the compiler gave up overlapping wgmma instructions: C7510 to C7519, except mere notes."""
+    """Raises CompileError when the compiler gave up overlapping wgmma instructions: C7510 to C7519, notes excepted."""
     if re.search(r"\(C751\d\) Potential Performance Loss", log):
         raise CompileError(
-            "the compiler serialises wgmma instructions: expected them to overlap; use fewer registers, or leave none of "
-            "them in flight where the compiler says that they cross"
+            "the compiler serialises wgmma instructions: expected them to overlap; use fewer registers, or leave none "
+            "of them in flight where the compiler says that they cross"
         )
 
 
