@@ -2,7 +2,6 @@
 #pragma once
 #include "common/types.cuh"
 #include "gemm/loop.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace gemm {
@@ -26,7 +25,6 @@ struct WgmmaLoop {
         u32 left = warp.item_stages;
         do {
             warp.wait();
-            ptx::async_proxy_fence();  // cp.async wrote the tokens through the generic proxy
             const u64 tokens = ptx::wgmma_operand(warp.tokens());
 #pragma unroll
             for (u32 block = 0; block < T::stage_blocks; ++block) {

@@ -130,6 +130,44 @@ struct Gather {
     }
 };
 
+// Stages that a gather warp has copied and not yet handed over. Handing over waits for the copies, makes them visible to the
+// tensor cores and arrives: two stages late, so that the wait is short, and by the few threads that copied.
+template <class T>
+class Handover {
+public:
+    static constexpr u32 kLate = 2;
+    static_assert(kLate < T::stages && kLate < T::slots, "the math warps must be able to free what this waits for");
+
+    __device__ __forceinline__ explicit Handover(u32 full) : full_(full) {}
+
+    // Before a stage is waited for: the one copied kLate stages ago.
+    __device__ __forceinline__ void hand_over_oldest() {
+        if (held_ < kLate) return;
+        ptx::copy_async_wait<kLate - 1>();
+        arrive();
+    }
+    __device__ __forceinline__ void copied() {
+        ptx::copy_async_commit();
+        ++held_;
+    }
+    // Before anything else is waited for that the math warps may have to finish first.
+    __device__ __forceinline__ void hand_over_all() {
+        ptx::copy_async_wait<0>();
+        while (held_ > 0) arrive();
+    }
+
+private:
+    __device__ __forceinline__ void arrive() {
+        ptx::async_proxy_fence();
+        ptx::mbarrier_arrive(full_ + 8 * at_.index);
+        at_.template next<T::stages>();
+        --held_;
+    }
+
+    u32 full_, held_ = 0;
+    RingPosition at_;
+};
+
 // The next item is looked up while the copies of the one before are under way, but not into the next window: the warp that
 // streams weights would wait for this item's tokens, and this warp for that one's arrival at the window's barrier.
 template <class T, class Rows>
@@ -138,6 +176,7 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
     Gather<T> gather;
     gather.warp = threadIdx.x / 32 - T::math_warps - 1;
     gather.lane = threadIdx.x % 32;
+    Handover<T> handover(shared + T::full);
     RingPosition at, slot;
     Item item, following;
     bool more = schedule.next(item);
@@ -158,14 +197,16 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
         u32 offset = 0;
         for (u32 left = problem.k_blocks(); left > 0;) {
             const u32 blocks = smaller(left, T::stage_blocks);
+            handover.hand_over_oldest();
             ptx::mbarrier_wait(shared + T::empty + 8 * at.index, at.parity ^ 1);
             gather.copy(item, problem, shared + at.index * T::stage_bytes, offset, blocks);
-            ptx::copy_async_arrive(shared + T::full + 8 * at.index);
+            handover.copied();
             offset += blocks * kTokenRowBytes;
             left -= blocks;
             at.template next<T::stages>();
         }
         if (!more) {
+            handover.hand_over_all();
             more = schedule.next(following);
             if (more) gather.look_up(following, rows);
         }

@@ -12,9 +12,14 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
                  : "memory");
 }
 
-// Arrives on `bar` once all earlier cp.async of this thread have landed; counts as one of the expected arrivals.
-__device__ __forceinline__ void copy_async_arrive(u32 bar) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+// Closes a group of this thread's 16-byte copies; then waits until at most `kLeft` of its groups are under way.
+__device__ __forceinline__ void copy_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kLeft>
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 // Orders this thread's view of shared memory before what the tensor cores or the copy engine read next.
