@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from chord.registry import PreparedLaunch as PreparedLaunch
     from chord.registry import Registry as Registry
     from chord.registry import Selection as Selection
+    from chord.router import RoutePlan as RoutePlan
     from chord.router import allocate_route_plan as allocate_route_plan
     from chord.router import fused_router as fused_router
     from chord.router import max_route_blocks as max_route_blocks
@@ -28,6 +29,7 @@ _HOMES = {
     "Kernel": "chord.registry",
     "PreparedLaunch": "chord.registry",
     "Registry": "chord.registry",
+    "RoutePlan": "chord.router",
     "Selection": "chord.registry",
     "allocate_route_plan": "chord.router",
     "fused_router": "chord.router",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The batch build: every program for its architectures, proved equal to the committed manifest. Needs no GPU.
-# Arguments go to `chord build --check`: scripts/build_all.sh -j 8
+# Arguments go to `chord build`: scripts/build_all.sh -j 8
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 committed=$(sha256sum manifest.json)

@@ -63,6 +63,7 @@ class ColdTimer:
         self.steady_ms = steady_ms
         self._buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
         self._result = torch.zeros((), dtype=torch.float32, device="cuda")
+        self.flush()
         self._flush_count = len(_profile(self.flush))
 
     def flush(self) -> None:

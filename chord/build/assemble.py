@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chord.build.jobs import Key, Work, hash_sources
+from chord.build.jobs import Key, Work
 from chord.build.planned import OperatorPlan, PlannedProgram
-from chord.build.tree import Tree
 from chord.registry.schema import SCHEMA_VERSION, Build, Manifest, Operator, Program, RegistryInfo, Toolchain
 
 
-def assemble(tree: Tree, work: Work, builds: Mapping[Key, Build]) -> Manifest:
+def assemble(work: Work, builds: Mapping[Key, Build]) -> Manifest:
     """`builds` must have every job of `work`."""
     pin = work.pin
     return Manifest(
@@ -21,7 +20,7 @@ def assemble(tree: Tree, work: Work, builds: Mapping[Key, Build]) -> Manifest:
             version=pin.compiler.version,
             options={arch: pin.options(arch) for arch in pin.architectures},
         ),
-        sources=hash_sources(tree),
+        sources=work.sources,
         operators={plan.name: _operator(plan, builds) for plan in work.operators},
     )
 

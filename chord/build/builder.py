@@ -20,10 +20,13 @@ from chord.build.jobs import Key, Selection, Work
 from chord.build.make import Failure, Made, Maker, Progress, Step
 from chord.build.pool import default_jobs
 from chord.build.tree import Tree
-from chord.errors import CompileError, ManifestError
+from chord.errors import CompileError, ManifestError, TableError
 from chord.registry import canonical
 from chord.registry.schema import Build, Manifest
 from chord.registry.store import Store
+
+_SHOWN = 10
+"""Failures whose logs one message shows: a mistake in a header would repeat the same log for every program."""
 
 
 class BuildFailedError(CompileError):
@@ -31,8 +34,9 @@ class BuildFailedError(CompileError):
 
     def __init__(self, failures: tuple[Failure, ...]) -> None:
         self.failures = failures
-        listed = "\n".join(str(failure) for failure in failures)
-        super().__init__(f"{len(failures)} cubin{'s' * (len(failures) != 1)} could not be built:\n{listed}")
+        listed = [str(failure) for failure in failures[:_SHOWN]] + [failure.headline for failure in failures[_SHOWN:]]
+        count = "1 cubin" if len(failures) == 1 else f"{len(failures)} cubins"
+        super().__init__("\n".join([f"{count} could not be built:", *listed]))
 
 
 @dataclass(frozen=True)
@@ -79,12 +83,12 @@ def build(
         work = jobs_module.read(tree)
         selected = work.selected(selection)
         finished = Finished(tree.work)
-        made = Maker(work.pin, jobs or default_jobs(), progress, finished, keep=True).make(selected)
+        made = Maker(work.pin, default_jobs() if jobs is None else jobs, progress, finished, keep=True).make(selected)
         failures = _keep_failures(tree, made.failures)
         if failures:
             raise BuildFailedError(failures)
         stale = _complete(tree, work, made, finished)
-        removed, digest = ((), None) if stale else _publish(tree, assemble(tree, work, made.builds), made)
+        removed, digest = ((), None) if stale else _publish(tree, assemble(work, made.builds), made)
         if not stale:
             finished.prune({job.require_closure().sha256 for job in work.jobs})
     return BuildReport(
@@ -144,12 +148,15 @@ def _complete(tree: Tree, work: Work, made: Made, finished: Finished) -> tuple[K
             continue
         data = finished.find(job.closure.sha256) if job.closure else None
         entry = recorded.get(job.key)
-        if data is not None:
-            made.builds[job.key] = describe(job, data)
-            made.cubins[job.key] = data
-        elif job.closure and entry and entry.closure_sha256 == job.closure.sha256:
-            made.builds[job.key] = entry
-        else:
+        try:
+            if data is not None:
+                made.builds[job.key] = describe(job, data)
+                made.cubins[job.key] = data
+            elif job.closure and entry and entry.closure_sha256 == job.closure.sha256:
+                made.builds[job.key] = entry
+            else:
+                stale.append(job.key)
+        except (CompileError, TableError):  # finished under limits that are no longer the table's
             stale.append(job.key)
     return tuple(stale)
 

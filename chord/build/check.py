@@ -50,10 +50,10 @@ def check(
     progress: Progress | None = None,
     fresh: bool = False,
 ) -> CheckReport:
-    """Compare the tree's manifest with its sources. Writes no file.
+    """Compare the tree's manifest with its sources. Writes no file; works on an installed package too.
 
-    Cubins that `chord build` finished on this machine are not compiled again unless `fresh`; nor are those whose
-    closures differ from the manifest's already.
+    Cubins that `chord build` finished on this machine are not compiled again unless `fresh` (`chord verify --rebuild`);
+    nor are those whose closures differ from the manifest's already.
     Other arguments and errors as builder.build; ManifestError when the manifest cannot be read.
     """
     tree, selection = tree or Tree.default(), selection or Selection()
@@ -63,7 +63,8 @@ def check(
     recorded = recorded_builds(manifest)
     differences, same_closure = _compare_closures(selected, recorded)
     finished = None if fresh else Finished(tree.work)
-    made = Maker(work.pin, jobs or default_jobs(), progress or _silent, finished, keep=False).make(same_closure)
+    processes = default_jobs() if jobs is None else jobs
+    made = Maker(work.pin, processes, progress or _silent, finished, keep=False).make(same_closure)
     if made.failures:
         raise BuildFailedError(tuple(made.failures))
     differences += [found for key, build in made.builds.items() for found in _compare_builds(key, recorded[key], build)]
@@ -72,20 +73,6 @@ def check(
     if not differences:
         differences += _compare_rest(tree, work, manifest, recorded)
     return CheckReport(len(selected), made.compiled, made.reused, tuple(differences))
-
-
-def rebuild_and_compare(
-    selection: Selection | None = None,
-    *,
-    tree: Tree | None = None,
-    jobs: int | None = None,
-    progress: Progress | None = None,
-) -> CheckReport:
-    """`chord verify --rebuild`: compile the manifest's cubins anew, from the sources beside it, and compare.
-
-    Works in a checkout and on an installed package, and writes no file. Arguments and errors as `check`.
-    """
-    return check(selection, tree=tree, jobs=jobs, progress=progress, fresh=True)
 
 
 def _silent(step: Step) -> None:
@@ -123,7 +110,7 @@ def _compare_rest(
     if manifest is None:
         yield Difference("", "", f"{tree.manifest}: expected the manifest, found no file; write it with `chord build`")
         return
-    expected = assemble(tree, work, recorded)
+    expected = assemble(work, recorded)
     theirs, ours = msgspec.to_builtins(manifest), msgspec.to_builtins(expected)
     for path in _unequal_paths(theirs, ours, ""):
         yield Difference("", "", f"manifest.json: {path} is not what the sources say; write it with `chord build`")

@@ -79,6 +79,8 @@ class Work:
     registry: RegistryRow
     pin: ToolchainPin
     operators: tuple[OperatorPlan, ...]
+    sources: dict[str, str]
+    """SHA-256 of every template and header, by path under templates/."""
     jobs: tuple[Job, ...]
     """In the order of operators, programs and architectures."""
 
@@ -108,7 +110,7 @@ def read(tree: Tree) -> Work:
                 raise cells.error("operator", f"expected {path.stem!r}, the file's name, got {table.operator!r}")
             plans.append(plan_operator(table, cells, renderer, pin))
     jobs = tuple(job for plan in plans for job in _jobs_of(plan, renderer, headers, pin))
-    return Work(registry, pin, tuple(plans), jobs)
+    return Work(registry, pin, tuple(plans), _hash_sources(tree), jobs)
 
 
 def _check_options(pin: ToolchainPin) -> None:
@@ -146,8 +148,7 @@ def _jobs_of(plan: OperatorPlan, renderer: Renderer, headers: Headers, pin: Tool
             )
 
 
-def hash_sources(tree: Tree) -> dict[str, str]:
-    """SHA-256 of every template and header, by path under templates/."""
+def _hash_sources(tree: Tree) -> dict[str, str]:
     return {
         path.relative_to(tree.templates).as_posix(): closure.sha256_text(closure.read_source(path))
         for path in tree.templates.rglob("*")

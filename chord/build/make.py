@@ -50,8 +50,13 @@ class Failure:
     kept_source: Path | None = None
     """Where the rendered source was left for reading."""
 
+    @property
+    def headline(self) -> str:
+        """Program, architecture, file and line."""
+        return ": ".join(filter(None, [f"{self.program} for {self.arch}", self.where]))
+
     def __str__(self) -> str:
-        lines = [f"{self.program} for {self.arch}{': ' * bool(self.where)}{self.where}"]
+        lines = [self.headline]
         lines += [f"    {line}" for line in self.log.splitlines()]
         if self.kept_source:
             lines.append(f"    rendered source: {self.kept_source}")

@@ -97,12 +97,10 @@ class _Process:
         )
         self._in, self._out = _pipe(self._popen.stdin), _pipe(self._popen.stdout)
         self.alive = True
-        problem = self._ask(pin)
-        if problem is None:
-            raise ToolchainError(f"the compiler's process ended while loading {pin.identity} (status {self.end()})")
-        refusal = msgspec.msgpack.decode(problem, type=str | None)
+        refusal = self._load(pin)
         if refusal is not None:
             self.end()
+            self.close()
             raise ToolchainError(refusal)
 
     def compile(self, request: Request) -> Result:
@@ -110,6 +108,13 @@ class _Process:
         if answer is None:
             return Result(cubin=None, log=f"the compiler's process ended without a result (status {self.end()})")
         return msgspec.msgpack.decode(answer, type=Result)
+
+    def _load(self, pin: ToolchainPin) -> str | None:
+        """Have the compiler loaded; what is wrong with it, if anything."""
+        answer = self._ask(pin)
+        if answer is None:
+            return f"the compiler's process ended while loading {pin.identity} (status {self.end()})"
+        return msgspec.msgpack.decode(answer, type=str | None)
 
     def end(self) -> int:
         """Stop the process; its exit status. May be called again, and while another thread waits for an answer."""

@@ -107,7 +107,7 @@ class Table(_Row, frozen=True, kw_only=True):
     axes: tuple[Axis, ...]
     tags: dict[str, str]
     args: dict[str, str]
-    arms: tuple[ArmRow, ...]
+    arms: tuple[ArmRow, ...] = ()
     programs: tuple[ProgramRow, ...] = ()
     routes: tuple[RouteRow, ...] = ()
 

@@ -1,10 +1,10 @@
-"""`python -m chord.checks [--tiny]`: qualifies the current GPU and prints a line per program.
+"""`python -m chord.checks [--tiny] [--only PATTERN]`: qualifies the current GPU and prints a line per program.
 
-With --tiny the inputs suit a sanitizer:
+With --tiny the inputs suit a sanitizer, which need not look at torch's kernels:
 
-    compute-sanitizer --tool memcheck python -m chord.checks --tiny
-    compute-sanitizer --tool racecheck python -m chord.checks --tiny
-    compute-sanitizer --tool synccheck python -m chord.checks --tiny
+    compute-sanitizer --tool memcheck --kernel-name kernel_substring=fused_router python -m chord.checks --tiny
+    compute-sanitizer --tool racecheck --kernel-name kernel_substring=fused_router python -m chord.checks --tiny
+    compute-sanitizer --tool synccheck --kernel-name kernel_substring=route_plan python -m chord.checks --tiny
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from chord.checks.qualify import ROUTER_COUNTS, TINY_COUNTS, Verdict, qualify_router
+from chord.checks.qualify import Verdict, qualify_router
 
 
 def main() -> int:
@@ -23,8 +23,10 @@ def main() -> int:
         prog="python -m chord.checks", description="Check every router program on this GPU."
     )
     parser.add_argument("--tiny", action="store_true", help="inputs small enough for compute-sanitizer")
-    counts = TINY_COUNTS if parser.parse_args().tiny else ROUTER_COUNTS
-    verdicts = qualify_router(torch.cuda.current_device(), counts, _show)
+    parser.add_argument("--only", default="*", help="shell pattern of program names; route_plan names its operator")
+    options = parser.parse_args()
+    device = torch.cuda.current_device()
+    verdicts = qualify_router(device, tiny=options.tiny, only=options.only, progress=_show)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     print(f"{len(verdicts)} programs, {failed} failed")
     return 1 if failed else 0

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from chord.checks.compare import same_bits
 from chord.checks.inputs import RouterCase, expert_parallel_ids, mixed_batch, normal_case
-from chord.checks.router import Settings, check_route_plan, check_router, router_problems, run_prepared
+from chord.checks.router import Settings, check_route_plan, on_host, router_problems, run_prepared
 from chord.registry.schema import Program
 from chord.router import launch
 from chord.router.validate import SELECTIONS
@@ -36,21 +38,30 @@ class Verdict(NamedTuple):
 
 
 def qualify_router(
-    device: int, counts: tuple[int, ...] = ROUTER_COUNTS, progress: Callable[[Verdict], None] = lambda verdict: None
+    device: int,
+    *,
+    tiny: bool = False,
+    only: str = "*",
+    progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """Runs every fused_router program of the registry that was built for the device, then route_plan's."""
+    """Runs every fused_router program of the registry that was built for the device, then route_plan's.
+
+    tiny: small inputs, judged on the host. only: a shell pattern that a program's name must match.
+    """
     arch = launch.architecture(device)
+    counts = TINY_COUNTS if tiny else ROUTER_COUNTS
+    place = torch.device("cuda", device)
     verdicts = []
     with torch.cuda.device(device):
         for name, program in launch.registry().programs("fused_router", arch).items():
-            problems: list[str] = []
-            cases = 0
-            for case, settings in router_cases(program, counts, torch.device("cuda", device)):
-                problems += check_router(case, settings, name) + _repeats(case, settings, name)
-                cases += 1
-            verdicts.append(Verdict(name, arch, program.builds[arch].cubin_sha256, cases, problems))
-            progress(verdicts[-1])
-        verdicts += _qualify_route_plan(arch, counts, torch.device("cuda", device), progress)
+            if fnmatchcase(name, only):
+                problems = [_check_case(*inputs, name, tiny) for inputs in router_cases(program, counts, place)]
+                build = program.builds[arch]
+                found = list(chain.from_iterable(problems))
+                verdicts.append(Verdict(name, arch, build.cubin_sha256, len(problems), found))
+                progress(verdicts[-1])
+        if fnmatchcase("route_plan", only):
+            verdicts += _qualify_route_plan(arch, counts, place, progress)
     return verdicts
 
 
@@ -90,12 +101,18 @@ def receipt(verdicts: list[Verdict], digest: str, device: int) -> dict[str, obje
     }
 
 
-def _repeats(case: RouterCase, settings: Settings, name: str) -> list[str]:
-    """Launching three times on one workspace gives the same bits as launching once."""
-    once, thrice = run_prepared(case, settings, name), run_prepared(case, settings, name, launches=3)
-    problems = router_problems(case, settings, thrice)
-    if not same_bits(once.topk_weights, thrice.topk_weights):
-        problems.append(f"{case.name} {name}: weights change when launched again")
+def _check_case(case: RouterCase, settings: Settings, name: str, host: bool) -> list[str]:
+    """Right when launched once, and the same bits when launched three times on one workspace."""
+    problems, weights = [], []
+    for launches in (1, 3):
+        judged = case, settings, run_prepared(case, settings, name, launches)
+        if host:
+            judged = on_host(*judged)
+        found = router_problems(*judged)
+        problems += [f"{case.name} {settings} launched {launches} times: {problem}" for problem in found]
+        weights.append(judged[2].topk_weights)
+    if not same_bits(*weights):
+        problems.append(f"{case.name} {settings}: the weights' bits change when launched again")
     return problems
 
 

@@ -63,6 +63,16 @@ def poisoned_buffers(case: RouterCase, settings: Settings, spare: int = SPARE_BL
     )
 
 
+def on_host(case: RouterCase, settings: Settings, written: Buffers) -> tuple[RouterCase, Settings, Buffers]:
+    """Copies in the host's memory, to be judged there: under a sanitizer each further kernel costs seconds."""
+    local = settings.local_experts
+    return (
+        case._replace(logits=case.logits.cpu(), bias=case.bias.cpu()),
+        settings._replace(local_experts=local.cpu() if isinstance(local, torch.Tensor) else local),
+        Buffers(written.topk_weights.cpu(), written.topk_ids.cpu(), RoutePlan(*(t.cpu() for t in written.plan))),
+    )
+
+
 def router_problems(case: RouterCase, settings: Settings, written: Buffers) -> list[str]:
     """Everything that is wrong with the outputs of a call on poisoned buffers."""
     problems = check_ids(written.topk_ids, case.logits, case.bias)

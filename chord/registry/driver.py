@@ -133,6 +133,15 @@ class Driver:
         result = self.api.cuPointerGetAttribute(attribute, pointer)
         return None if int(result[0]) else int(result[1])
 
+    def capture_id(self, stream: int) -> int | None:
+        """Which graph capture a capturing stream takes part in, unique in the process; None when the driver cannot say.
+
+        A driver interface older than CUDA 13 has no answer after a dependent launch (its edge data would be lost).
+        """
+        query = getattr(self.api, "cuStreamGetCaptureInfo_v3", None) or self.api.cuStreamGetCaptureInfo
+        result = query(stream)
+        return None if int(result[0]) else int(result[2])
+
     # Contexts
 
     @contextmanager

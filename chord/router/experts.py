@@ -65,8 +65,7 @@ def _range_map(local: range, num_experts: int, device: torch.device, num_local_e
         raise ValueError(f"local_experts: expected a non-empty range within 0..{num_experts - 1}, got {local}")
     if num_local_experts not in (None, len(local)):
         raise ValueError(f"num_local_experts: expected {len(local)}, the length of {local}, got {num_local_experts}")
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or capturing:
+    if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return expert_map_of(local, num_experts, device)  # belongs to the graph: must not outlive it in a cache
     return _cached_map(local, num_experts, device)
 

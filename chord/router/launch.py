@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from chord.errors import ManifestError, NoProgramError
-from chord.registry import Kernel, Registry
+from chord.registry import Kernel, PreparedLaunch, Registry
 from chord.registry.architectures import of_capability
 from chord.registry.schema import Operator, Program
+from chord.router import workspaces
 from chord.router.plan import RoutePlan
 from chord.router.validate import LOGITS_DTYPES
 
@@ -39,6 +41,8 @@ class Loaded(NamedTuple):
     name: str
     kernel: Kernel
     arguments: tuple[str, ...]
+    pick: Callable[[Mapping[str, int | float]], tuple[int | float, ...]]
+    """From values by name to the values of `arguments`, in that order."""
     workspace_bytes: int
     workspace_zeroed: bool
     lock: threading.Lock | None
@@ -56,8 +60,6 @@ class Prepared(NamedTuple):
 
 
 _loaded: dict[tuple[object, ...], Loaded] = {}
-_workspaces: dict[tuple[int, int, str], torch.Tensor] = {}
-_workspace_lock = threading.Lock()
 _launch_locks: dict[str, threading.Lock] = {}
 
 
@@ -124,9 +126,10 @@ def prepare_fused_router(
     values = router_values(
         logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan
     )
-    workspace = _own_workspace(loaded, device)
+    workspace = workspaces.new(device, loaded.workspace_bytes, loaded.workspace_zeroed)
     values["workspace"] = workspace.data_ptr()
-    bound = loaded.kernel.prepare(_named(loaded, values), stream=partial(torch._C._cuda_getCurrentRawStream, device))
+    named = dict(zip(loaded.arguments, loaded.pick(values), strict=True))
+    bound = loaded.kernel.prepare(named, stream=partial(torch._C._cuda_getCurrentRawStream, device))
     keep = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
     return Prepared(bound, loaded.name, keep)
 
@@ -215,6 +218,7 @@ def load(operator: str, device: int, problem: Problem, program: str | None = Non
         name,
         kernel,
         arguments,
+        itemgetter(*arguments),
         kernel.workspace_bytes(tokens),
         chosen.workspace.zeroed,
         _launch_locks.setdefault(name, threading.Lock()) if several else None,
@@ -269,54 +273,25 @@ def _remember(key: tuple[object, ...], operator: str, device: int, problem: Prob
     return _loaded.setdefault(key, load(operator, device, problem))
 
 
-def _named(loaded: Loaded, values: Mapping[str, int | float]) -> dict[str, int | float]:
-    return {name: values[name] for name in loaded.arguments}
+@lru_cache(maxsize=1024)
+def _bound(kernel: Kernel, values: tuple[int | float, ...], stream: int) -> PreparedLaunch:
+    """A launch of exactly these values. Steady eager loops get the same addresses from torch's allocator every time."""
+    named = {arg.name: value for arg, value in zip(kernel.args, values, strict=True)}
+    return kernel.prepare(named, stream=stream)
 
 
 def _launch(loaded: Loaded, values: dict[str, int | float], device: int) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device)
-    workspace = None
     if loaded.workspace_bytes:
-        workspace = _shared_workspace(loaded, device, stream)
+        workspace = (
+            workspaces.shared(device, stream, loaded.name, loaded.workspace_bytes)
+            if loaded.workspace_zeroed
+            else workspaces.new(device, loaded.workspace_bytes, zeroed=False)
+        )  # a local name keeps it alive until the launch is under way
         values["workspace"] = workspace.data_ptr()
-    bound = loaded.kernel.prepare(_named(loaded, values), stream=stream)
+    bound = _bound(loaded.kernel, loaded.pick(values), stream)
     if loaded.lock is None:
         bound()
     else:
         with loaded.lock:
             bound()
-
-
-def _own_workspace(loaded: Loaded, device: int) -> torch.Tensor:
-    """Scratch memory of one prepared launch; ready for use on any stream when it needs zeros."""
-    place = torch.device("cuda", device)
-    if not loaded.workspace_zeroed:
-        return torch.empty(loaded.workspace_bytes, dtype=torch.uint8, device=place)
-    workspace = torch.zeros(loaded.workspace_bytes, dtype=torch.uint8, device=place)
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(place).synchronize()
-    return workspace
-
-
-def _shared_workspace(loaded: Loaded, device: int, stream: int) -> torch.Tensor:
-    """Scratch memory of one eager launch.
-
-    A self-resetting workspace is zeroed once and then reused by launches of the same program on the same stream, which
-    run one after another. Inside a capture it is new and zeroed in the graph: the graph's replays then own it alone, on
-    whatever stream they run.
-    """
-    place = torch.device("cuda", device)
-    size = loaded.workspace_bytes
-    if not loaded.workspace_zeroed:
-        return torch.empty(size, dtype=torch.uint8, device=place)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.uint8, device=place)
-    key = (device, stream, loaded.name)
-    workspace = _workspaces.get(key)
-    if workspace is None or workspace.numel() < size:
-        with _workspace_lock:
-            workspace = _workspaces.get(key)
-            if workspace is None or workspace.numel() < size:
-                workspace = torch.zeros(size, dtype=torch.uint8, device=place)
-                _workspaces[key] = workspace
-    return workspace

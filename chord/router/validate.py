@@ -6,7 +6,7 @@ that tracing reports the same errors; `check_memory` reads addresses and runs on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -45,16 +45,14 @@ def check_block_m(block_m: object) -> None:
         raise ValueError(f"block_m: expected a multiple of {BLOCK_M_STEP} up to {MAX_BLOCK_M}, got {block_m}")
 
 
-def check_tensor(name: str, value: object, dtypes: Iterable[torch.dtype], shape: tuple[int | None, ...]) -> None:
+def check_tensor(name: str, value: object, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...]) -> None:
     """A dense contiguous tensor of one of `dtypes` and of `shape`, where None stands for any size."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name}: expected {wanted}, got {value.dtype}")
-    if value.dim() != len(shape) or any(
-        want is not None and have != want for have, want in zip(value.shape, shape, strict=True)
-    ):
+    if value.shape != shape and not _fits(value.shape, shape):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name}: expected shape [{wanted}], got {list(value.shape)}")
     if not value.is_contiguous():
@@ -64,9 +62,16 @@ def check_tensor(name: str, value: object, dtypes: Iterable[torch.dtype], shape:
         )
 
 
+def _fits(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    if len(found) != len(wanted):
+        return False
+    return all(want is None or have == want for have, want in zip(found, wanted, strict=True))
+
+
 def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
     """All tensors are on one device. Raises ValueError that lists each argument's device."""
-    if len({tensor.device for tensor in tensors.values()}) > 1:
+    first, *others = [tensor.device for tensor in tensors.values()]
+    if any(device != first for device in others):
         found = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
         raise ValueError(f"expected all tensors on one device, got {found}")
 
@@ -142,14 +147,15 @@ def check_memory(inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch
     """Every buffer starts on a 16-byte boundary and no output shares bytes with another buffer."""
     spans = []
     for name, tensor in (*inputs.items(), *outputs.items()):
-        start = tensor.data_ptr()
-        if start % ALIGNMENT_BYTES and tensor.numel():
+        start, size = tensor.data_ptr(), tensor.nbytes
+        if size == 0:
+            continue
+        if start % ALIGNMENT_BYTES:
             raise ValueError(
                 f"{name}: expected an address that is a multiple of {ALIGNMENT_BYTES} bytes, got {start:#x}"
                 f" (off by {start % ALIGNMENT_BYTES}); pass a copy of its own"
             )
-        if tensor.numel():
-            spans.append((start, start + tensor.numel() * tensor.element_size(), name))
+        spans.append((start, start + size, name))
     spans.sort()
     reach, holder = -1, ""
     for start, end, name in spans:

@@ -9,7 +9,7 @@ import pytest
 
 import toytree
 from chord.build.builder import BuildFailedError
-from chord.build.check import check, rebuild_and_compare
+from chord.build.check import check
 from chord.build.jobs import Selection
 from chord.build.tree import Tree
 from chord.errors import ManifestError
@@ -25,7 +25,7 @@ def everything(root: Path) -> dict[Path, tuple[bytes, int]]:
 def differences(tree: Tree, selection: Selection | None = None, *, fresh: bool = False) -> list[str]:
     """Check, and see that no file was touched."""
     before = everything(tree.root)
-    report = (rebuild_and_compare if fresh else check)(selection, tree=tree, jobs=2)
+    report = check(selection, tree=tree, jobs=2, fresh=fresh)
     assert everything(tree.root) == before
     return [str(difference) for difference in report.differences]
 

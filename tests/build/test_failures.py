@@ -59,6 +59,14 @@ def test_finished_work_is_reused_next_time(built: Tree) -> None:
     assert not built.failed.exists()
 
 
+def test_a_mistake_in_a_header_does_not_bury_the_reader(built: Tree) -> None:
+    toytree.edit(built.root, "templates/include/common/base.cuh", "1.0f", "nowhere")
+    text = str(fail(built))
+    assert text.startswith(f"{toytree.CUBINS} cubins could not be built:\n")
+    assert text.count('identifier "nowhere" is undefined') == 10
+    assert text.count(" for sm_100a: common/base.cuh:5") == toytree.PROGRAMS
+
+
 def test_an_undefined_name_in_a_template(built: Tree) -> None:
     toytree.edit(built.root, SINGLE, "+ {{ num_tokens }}", "+ {{ num_token }}")
     error = fail(built)

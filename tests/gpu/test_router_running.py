@@ -61,13 +61,18 @@ def test_graph_replays_route_new_values(tokens, device, expect_none):
 
 @pytest.mark.parametrize("tokens", SIZES)
 def test_eager_calls_inside_a_capture(tokens, device, expect_none):
-    """The operator allocates inside the graph's pool; a self-resetting workspace belongs to the graph alone."""
+    """The operator allocates inside the graph's pool; a self-resetting workspace belongs to the graph alone.
+
+    Several calls in one graph share it, with other work of the graph between them.
+    """
     case, settings = normal_case(tokens, 384, torch.bfloat16, device), Settings(16)
     plan = poisoned_buffers(case, settings).plan
     results = []
 
     def call():
-        results.append(router.fused_router(case.logits, case.bias, top_k=8, block_m=16, plan=plan))
+        for _ in range(3):
+            results.append(router.fused_router(case.logits, case.bias, top_k=8, block_m=16, plan=plan))
+            torch.full((1 << 18,), 255, dtype=torch.uint8, device=device)
 
     call()
     graph = capture(call)

@@ -18,10 +18,29 @@ __device__ __forceinline__ f32 reciprocal_approx_normal(f32 x) {
     return y;
 }
 
+// x * y + z with one rounding, clamped to [0, 1]; NaN gives 0.
+__device__ __forceinline__ f32 fma_saturate(f32 x, f32 y, f32 z) {
+    f32 r;
+    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(x), "f"(y), "f"(z));
+    return r;
+}
+
 // Reductions over all 32 lanes; every lane gets the result. All lanes must take part.
 __device__ __forceinline__ u32 warp_max(u32 x) {
     u32 y;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ i32 warp_max(i32 x) {
+    i32 y;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ i32 warp_min(i32 x) {
+    i32 y;
+    asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
 }
 
@@ -35,6 +54,19 @@ __device__ __forceinline__ u32 warp_sum(u32 x) {
     u32 y;
     asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));
     return y;
+}
+
+// Inclusive prefix sum over the lanes. One block of assembly: as C++ the compiler may clone the shuffles for single lanes.
+__device__ __forceinline__ i32 warp_prefix_sum(i32 x) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t.reg .s32 t;\n\t"
+        "shfl.sync.up.b32 t|p, %0, 1, 0, 0xffffffff;\n\t@p add.s32 %0, %0, t;\n\t"
+        "shfl.sync.up.b32 t|p, %0, 2, 0, 0xffffffff;\n\t@p add.s32 %0, %0, t;\n\t"
+        "shfl.sync.up.b32 t|p, %0, 4, 0, 0xffffffff;\n\t@p add.s32 %0, %0, t;\n\t"
+        "shfl.sync.up.b32 t|p, %0, 8, 0, 0xffffffff;\n\t@p add.s32 %0, %0, t;\n\t"
+        "shfl.sync.up.b32 t|p, %0, 16, 0, 0xffffffff;\n\t@p add.s32 %0, %0, t;\n\t}"
+        : "+r"(x));
+    return x;
 }
 
 __device__ __forceinline__ u32 warp_or(u32 x) {

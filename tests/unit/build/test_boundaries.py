@@ -117,6 +117,15 @@ def test_the_compiler_is_pinned_to_the_same_version_everywhere() -> None:
     assert text.count(requirement) == text.count(pin.compiler.distribution) == 2
 
 
+def test_every_test_file_is_collected() -> None:
+    """pytest leaves out folders called build unless told otherwise."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    collected = {line.partition("::")[0] for line in ran.stdout.splitlines() if "::" in line}
+    written = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {file for file in written - collected if "/build/" in file or "/packaging/" in file} == set()
+
+
 def test_git_keeps_the_build_folder() -> None:
     lines = (ROOT / ".gitignore").read_text().splitlines()
     assert "/build/out/" in lines

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chord.bench import plot, report, results, router, stats, timing
+from chord.bench import docs, plot, report, results, router, stats, timing
 from chord.bench.results import Results, Row
 
 
@@ -164,3 +164,32 @@ def test_cells_of_the_suite():
     assert math.isclose(sum(cell.local_experts is not None for cell in every), 14)
     with pytest.raises(ValueError, match=r"got \['k9'\]"):
         router.cells(["k9"])
+
+
+def test_documents_are_filled_from_results_files(tmp_path):
+    folder = tmp_path / "results"
+    newest = some_results([k3(1, 2.0, 6.0), k3(2, 5.0, 6.0)])
+    results.write(some_results([k3(1, 9.0, 9.0)], date="2026-11-01"), folder / "2026-11-01-h200-router.json")
+    results.write(newest, folder / "2026-12-01-h200-router.json")
+    results.write(some_results([k3(1, 3.0, 7.5)]), folder / "2026-11-30-h200-flashinfer.json")
+    document = tmp_path / "router.md"
+    document.write_text("# Router\n\n<!-- figures: router k3 -->\nstale\n<!-- end of figures -->\n\nafter\n")
+    assert docs.update(document, folder)
+    text = document.read_text()
+    assert "| 1 | 8 | `p1` | 2.00 |" in text
+    assert "FlashInfer 0.7.4, through SGLang" in text
+    assert "stale" not in text
+    assert text.endswith("<!-- end of figures -->\n\nafter\n")
+    assert "(router-k3.svg)" in text
+    assert (tmp_path / "router-k3.svg").read_text().startswith("<svg")
+    assert not docs.update(document, folder), "a second run changes nothing"
+
+
+def test_documents_with_unknown_figures_are_refused(tmp_path):
+    document = tmp_path / "d.md"
+    document.write_text("<!-- figures: weather -->\n<!-- end of figures -->\n")
+    with pytest.raises(ValueError, match="unknown figures 'weather'"):
+        docs.update(document, tmp_path)
+    document.write_text("<!-- figures: host -->\n<!-- end of figures -->\n")
+    with pytest.raises(ValueError, match=r"-host\.json, found none"):
+        docs.update(document, tmp_path)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from operator import itemgetter
+
 import pytest
 import torch
 
 from chord.errors import ManifestError, NoProgramError
 from chord.registry.schema import Arg, Arm, GridRule, KernelConfig, Operator, Program, Workspace
-from chord.router import launch
+from chord.router import launch, workspaces
 from chord.router.plan import empty_route_plan
 
 BUFFERS = [
@@ -118,3 +121,112 @@ def test_values_cover_the_contract():
     assert set(launch.plan_values(ids, 48, 8, None, plan)) == {
         "topk_ids", "num_pairs", "num_experts", "num_local_experts", "block_m", "expert_map", *plan._fields
     }  # fmt: skip
+
+
+class FakeKernel:
+    """Stands in for registry.Kernel: notes what it is given and when it runs."""
+
+    def __init__(self):
+        self.args = (
+            Arg(kind="buffer", name="workspace", type="u8"),
+            Arg(kind="parameter", name="num_tokens", type="i32"),
+        )
+        self.prepared = []
+        self.launched = []
+
+    def prepare(self, arguments, *, stream):
+        self.prepared.append((dict(arguments), stream))
+        return lambda: self.launched.append((dict(arguments), stream))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A pretended GPU: its memory is the host's; `stream` and `capturing` can be set."""
+
+    class State:
+        stream, capturing, capture = 7, False, 1
+
+        @classmethod
+        def capture_id(cls, stream):
+            return cls.capture
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: State.stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: State.capturing)
+    monkeypatch.setattr(workspaces, "_place", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(workspaces, "_by_stream", {})
+    monkeypatch.setattr(workspaces, "_by_capture", {})
+    monkeypatch.setattr(workspaces, "default_driver", lambda: State)
+    launch._bound.cache_clear()
+    return State
+
+
+def loaded(kernel, size, zeroed=False, lock=None, name="p"):
+    names = ("workspace", "num_tokens")
+    return launch.Loaded(name, kernel, names, itemgetter(*names), size, zeroed, lock)
+
+
+def test_equal_launches_are_prepared_once(gpu):
+    kernel = FakeKernel()
+    for tokens, stream in ((1, 7), (1, 7), (2, 7), (1, 8), (1, 7)):
+        gpu.stream = stream
+        launch._launch(loaded(kernel, 0), {"workspace": 0, "num_tokens": tokens}, 0)
+    assert [stream for _, stream in kernel.launched] == [7, 7, 7, 8, 7]
+    assert [values["num_tokens"] for values, _ in kernel.launched] == [1, 1, 2, 1, 1]
+    assert len(kernel.prepared) == 3
+
+
+def test_a_self_resetting_workspace_belongs_to_stream_and_program(gpu):
+    kernel = FakeKernel()
+
+    def workspace(size=64, name="p"):
+        launch._launch(loaded(kernel, size, zeroed=True, name=name), {"num_tokens": 1}, 0)
+        return kernel.launched[-1][0]["workspace"]
+
+    first = workspace()
+    assert workspace() == first, "zeroed once, reused on the same stream"
+    assert workspace(name="q") != first, "another program may leave other values behind"
+    gpu.stream = 8
+    assert workspace() != first, "launches on two streams may overlap"
+    gpu.stream = 7
+    grown = workspace(size=4096)
+    assert workspaces._by_stream[0, 7, "p"].numel() == 4096
+    assert workspace() == grown, "the larger one serves smaller launches"
+    assert not workspaces._by_stream[0, 7, "p"].any()
+
+
+def test_a_graph_owns_its_workspace(gpu):
+    kernel = FakeKernel()
+
+    def workspace(size=64):
+        launch._launch(loaded(kernel, size, zeroed=True), {"num_tokens": 1}, 0)
+        return kernel.launched[-1][0]["workspace"]
+
+    eager = workspace()
+    gpu.capturing = True
+    first = workspace()
+    assert first != eager
+    assert workspace() == first, "launches of one graph follow each other on the stream"
+    assert workspace(size=4096) != first
+    gpu.stream = 8
+    assert workspace() != first, "a branch of the graph may overlap"
+    gpu.stream, gpu.capture = 7, 2
+    assert workspace() != eager, "another graph zeroes its own"
+    assert workspaces._by_capture[0, 7, "p"][0] == 2
+    gpu.capture = None
+    assert workspace() not in (eager, workspaces._by_capture[0, 7, "p"][1].data_ptr()), "a capture that cannot be told"
+    gpu.capturing = False
+    assert workspace() == eager
+
+
+def test_a_plain_workspace_is_not_shared(gpu):
+    launch._launch(loaded(FakeKernel(), 64), {"num_tokens": 1}, 0)
+    assert workspaces._by_stream == workspaces._by_capture == {}
+
+
+def test_launches_that_share_a_workspace_do_not_interleave(gpu):
+    lock = threading.Lock()
+    kernel = FakeKernel()
+    kernel.prepare = lambda arguments, *, stream: lambda: kernel.launched.append(lock.locked())
+    launch._launch(loaded(kernel, 64, zeroed=True, lock=lock), {"num_tokens": 1}, 0)
+    assert kernel.launched == [True]
+    assert not lock.locked()

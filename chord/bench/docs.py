@@ -1,0 +1,62 @@
+"""Figures in documents: marked regions are filled from committed results files, so that no figure is typed by hand.
+
+    <!-- figures: router k3 -->
+    (replaced)
+    <!-- end of figures -->
+
+Regions: `router <scenario>` (table and plot of a router scenario), `host` (the host suite's table).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from chord.bench.plot import log_log, router_series
+from chord.bench.report import host_table, router_table, setting
+from chord.bench.results import Results, read
+
+RECORDED = "flashinfer"
+"""Ends the name of the file with figures of a peer that cannot run here; SGLang was measured beside it."""
+RECORDED_LABEL = "FlashInfer 0.7.4"
+PLOTTED_BLOCK_M = 8
+
+_REGION = re.compile(r"(<!-- figures: ([a-z0-9_ ]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
+
+
+def latest(folder: Path, suite: str) -> Results:
+    """The newest results of a suite by file name, which begins with the date. Raises ValueError when there are none."""
+    found = sorted(folder.glob(f"*-{suite}.json"))
+    if not found:
+        raise ValueError(f"{folder}: expected a results file named <date>-<gpu>-{suite}.json, found none")
+    return read(found[-1])
+
+
+def update(document: Path, folder: Path) -> bool:
+    """Fills a document's regions, and writes its plots beside it, from the results in `folder`. True if it changed."""
+    before = document.read_text(encoding="utf-8")
+    after = _REGION.sub(lambda match: match[1] + _content(match[2], document, folder) + match[4], before)
+    if after != before:
+        document.write_text(after, encoding="utf-8")
+    return after != before
+
+
+def _content(region: str, document: Path, folder: Path) -> str:
+    kind, _, scenario = region.partition(" ")
+    if kind == "host":
+        results = latest(folder, "host")
+        return f"{setting(results)}\n\n{host_table(results)}"
+    if kind == "router" and scenario:
+        return _router(scenario, document, folder)
+    raise ValueError(f"{document}: unknown figures {region!r}, expected `host` or `router <scenario>`")
+
+
+def _router(scenario: str, document: Path, folder: Path) -> str:
+    results = latest(folder, "router")
+    recorded = latest(folder, RECORDED) if list(folder.glob(f"*-{RECORDED}.json")) else None
+    table = router_table(results, scenario, recorded, RECORDED_LABEL)
+    drawing = document.parent / f"{document.stem}-{scenario.replace('_', '-')}.svg"
+    series = router_series(results, scenario, PLOTTED_BLOCK_M, recorded, f"{RECORDED_LABEL} (recorded)")
+    title = f"Router {scenario}, block_m {PLOTTED_BLOCK_M}, {results.gpu}, cold L2"
+    drawing.write_text(log_log(series, title), encoding="utf-8")
+    return f"{setting(results)}\n\n{table}\n![{title}]({drawing.name})\n"
