@@ -44,10 +44,14 @@ def gemm(
     block_m: int,
     expert_rows: int,
     invariant: bool,
+    program: str | None = None,
 ) -> None:
-    """Launches the routed program on torch's current stream of the tensors' device."""
+    """Launches the routed program (or `program`, for measurements) on torch's current stream of the tensors' device."""
     device = x.device.index
-    kernel = _gemm_kernel(device, shape.n, shape.k, shape.experts, min(expert_rows, MAX_EXPERT_ROWS), invariant)
+    if program is None:
+        kernel = _gemm_kernel(device, shape.n, shape.k, shape.experts, min(expert_rows, MAX_EXPERT_ROWS), invariant)
+    else:
+        kernel = _named_kernel(device, program)
     blocks = expert_ids.numel()
     tiles = blocks * -(-block_m // _LEAST_TILE_ROWS)
     _launch(
@@ -117,6 +121,11 @@ def _gemm_kernel(device: int, n: int, k: int, experts: int, expert_rows: int, in
     if invariant and len(_families(intervals)) > 1:
         return _load(OPERATOR, device, intervals[-1].program)  # the one for the most rows, whatever is expected
     return _load(OPERATOR, device, next(i.program for i in intervals if i.first <= expert_rows <= i.last))
+
+
+@lru_cache(maxsize=256)
+def _named_kernel(device: int, program: str) -> Kernel:
+    return _load(OPERATOR, device, program)
 
 
 def _families(intervals: list[Interval]) -> set[object]:
