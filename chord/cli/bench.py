@@ -1,6 +1,138 @@
-"""placeholder"""
+"""`chord bench | tune | qualify`: what users run on their own GPU. All of them need torch with CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chord.cli._output import Json, console, print_json
+from chord.errors import ChordError
 
-def register(app: typer.Typer) -> None: ...
+if TYPE_CHECKING:
+    from chord.bench.results import Results, Row
+    from chord.checks.qualify import Verdict
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results file.")]
+Commit = Annotated[
+    str | None, typer.Option("--commit", help="Commit of the code that is measured, where git cannot tell.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    bench = typer.Typer(help="Measure on this GPU and write bench/results JSON.", no_args_is_help=True)
+    bench.command("router")(bench_router)
+    bench.command("host")(bench_host)
+    bench.command("docs")(bench_docs)
+    tune = typer.Typer(help="Measure every arm on this GPU and write the routes.", no_args_is_help=True)
+    tune.command("router")(tune_router)
+    app.add_typer(bench, name="bench")
+    app.add_typer(tune, name="tune")
+    app.command("qualify")(qualify)
+
+
+def bench_router(
+    out: Out = Path("bench/results"),
+    peers: Annotated[
+        Path | None, typer.Option("--peers", help="Folder with SGLang's kernels (docs/router.md says how to fill it).")
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", help="k3, k2, k3_bf16, k3_ep8 or k2_ep8; repeatable; default all.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
+    commit: Commit = None,
+) -> None:
+    """Time the fused router on this GPU, cold L2, interleaved with its peers."""
+    _require_gpu()
+    from chord.bench.router import run
+
+    _write(run(peers, scenarios=scenario, samples=samples, commit=commit, progress=_print_row), out)
+
+
+def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
+    """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
+    _require_gpu()
+    from chord.bench.host import run
+
+    _write(run(commit=commit, progress=_print_row), out)
+
+
+def bench_docs(
+    results: Annotated[Path, typer.Option("--results", help="Folder with results files.")] = Path("bench/results"),
+    document: Annotated[list[Path] | None, typer.Argument(help="Documents to fill; default docs/router.md.")] = None,
+) -> None:
+    """Fill the tables and plots of documents from results files."""
+    from chord.bench.docs import update
+
+    for path in document or [Path("docs/router.md")]:
+        console().print(f"{path}: {'updated' if update(path, results) else 'unchanged'}")
+
+
+def tune_router(
+    out: Out = Path("bench/results"),
+    samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 41,
+    commit: Commit = None,
+) -> None:
+    """Time every router arm at every size and write the routes into the registry; then run `chord build`."""
+    _require_gpu()
+    from chord.tune.router import tune, write_tuned
+
+    results, tuned = tune(samples=samples, commit=commit, progress=_print_row)
+    console().print(f"routes written; measurements in {write_tuned(results, tuned, out)}; now run chord build")
+
+
+def qualify(
+    only: Annotated[str, typer.Option("--only", help="Shell pattern of program names.")] = "*",
+    tiny: Annotated[bool, typer.Option("--tiny", help="Inputs small enough for compute-sanitizer.")] = False,
+    json: Json = False,
+) -> None:
+    """Run the GPU checks of every program against the cubins of this registry; exit 1 if any fails."""
+    _require_gpu()
+    import torch
+
+    from chord.checks.qualify import qualify_router, receipt
+    from chord.router import launch
+
+    device = torch.cuda.current_device()
+    verdicts = qualify_router(device, tiny=tiny, only=only, progress=(lambda verdict: None) if json else _print_verdict)
+    if not verdicts:
+        raise ChordError(f"--only {only!r} matches no program; `chord ls` lists them")
+    failed = sum(bool(verdict.problems) for verdict in verdicts)
+    if json:
+        print_json(receipt(verdicts, launch.registry().digest, device))
+    else:
+        console().print(f"{len(verdicts)} programs checked, {failed} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _require_gpu() -> None:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise ChordError("this command needs torch: pip install 'chord-registry[torch]'") from None
+    if not torch.cuda.is_available():
+        raise ChordError("this command needs a CUDA device, torch sees none; `chord doctor` says what is there")
+
+
+def _write(results: Results, folder: Path) -> None:
+    from chord.bench.results import file_name, write
+
+    path = folder / file_name(results)
+    write(results, path)
+    console().print(f"{len(results.rows)} rows in {path}", highlight=False)
+
+
+def _print_row(row: Row) -> None:
+    peers = ", ".join(f"{name} {us:.2f}" for name, us in row.peers.items())
+    what = f"{row.scenario:12} {row.tokens:7} tokens  block_m {row.block_m:3}  {row.us:9.2f} us  {row.program}  {peers}"
+    console().print(what, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    state = "FAILED" if verdict.problems else "ok"
+    console().print(f"{state:6} {verdict.program}, {verdict.cases} cases", markup=False, highlight=False)
+    for problem in verdict.problems[:5]:
+        console().print(f"       {problem}", markup=False, highlight=False, style="red", soft_wrap=True)

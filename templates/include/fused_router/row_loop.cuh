@@ -7,9 +7,9 @@
 
 namespace fused_router {
 
-template <int E, int K, typename T, bool kAhead = true>
+template <int E, int K, typename T, bool kQuick = false, bool kAhead = true>
 struct RowLoop {
-    using Select = WarpSelect<E, K, T>;
+    using Select = WarpSelect<E, K, T, kQuick>;
 
     const T* logits;
     const f32* bias_at;

@@ -5,6 +5,7 @@
 #include "fused_router/row_loop.cuh"
 #include "plan/chunk_counts.cuh"
 #include "plan/cluster_counts.cuh"
+#include "plan/cluster_rows.cuh"
 #include "plan/column_scan.cuh"
 #include "plan/grid_join.cuh"
 #include "plan/place.cuh"
@@ -55,11 +56,29 @@ struct ChunkPairs {
         if (placed) masks.add(row, local);
     }
 
-    // Reads the chunk's ids, which another kernel wrote.
-    __device__ __forceinline__ void read(const i32* ids, const Chunk& chunk, const plan::Shape& shape) {
+    // This thread's ids of a chunk that another kernel selected: all loads before the first use.
+    struct Fetched {
+        static constexpr u32 kDepth = ceil_div<u32>(kMaxPairs, 512);
+        u32 id[kDepth];
+    };
+
+    static __device__ __forceinline__ Fetched fetch(const i32* ids, const Chunk& chunk) {
         const u32 pairs = (chunk.last - chunk.first) * K;
-        for (u32 i = threadIdx.x; i < pairs; i += blockDim.x) {
-            add(i / K, i % K, ptx::load_l2(ids + static_cast<u64>(chunk.first) * K + i), shape);
+        const i32* at = ids + static_cast<u64>(chunk.first) * K + threadIdx.x;
+        Fetched fetched;
+#pragma unroll
+        for (u32 i = 0; i < Fetched::kDepth; ++i) {
+            fetched.id[i] = threadIdx.x + i * 512 < pairs ? ptx::load_l2(at + i * 512) : 0;
+        }
+        return fetched;
+    }
+
+    __device__ __forceinline__ void add(const Fetched& fetched, const Chunk& chunk, const plan::Shape& shape) {
+        const u32 pairs = (chunk.last - chunk.first) * K;
+#pragma unroll
+        for (u32 i = 0; i < Fetched::kDepth; ++i) {
+            const u32 pair = threadIdx.x + i * 512;
+            if (pair < pairs) add(pair / K, pair % K, fetched.id[i], shape);
         }
     }
 
@@ -82,83 +101,92 @@ __device__ __forceinline__ void store_winner(const Inputs<T>& in, u32 row, u32 l
 
 // ---- one cluster plans ------------------------------------------------------------------------------------------------
 
-template <int E, int K, int kPlanes, int kCluster>
-struct ClusterPlan {
-    ChunkPairs<E, K, kPlanes> pairs;
-    plan::ClusterCounts<kCluster, E, u8> counts;
+template <int E, int K, int kCluster>
+struct WideShared {
+    static constexpr u32 kMaxRows = kCluster * 32;
+    plan::ClusterRows<kCluster, E, K, kMaxRows> rows;
+    ChunkPairs<E, K, 1> pairs;
     plan::Places<E> places;
+    WarpScratch<K> scratch[16];
 };
 
-// From the chunks' pairs to the plan. A barrier has gone before.
-template <int kBlockM, int E, int K, int kPlanes, int kCluster>
-__device__ __forceinline__ void plan_in_cluster(ClusterPlan<E, K, kPlanes, kCluster>& shared, u32 rank, const Chunk& chunk,
-                                                const plan::Shape& shape, const plan::Tensors& out) {
-    const u32 expert = 2 * threadIdx.x;
-    if (expert < E) shared.counts.set(shared.pairs.masks.count(expert), shared.pairs.masks.count(expert + 1));
-    shared.counts.wait_open();
+// One cluster does everything; a CTA has 16 warps and at most 32 rows.
+template <int E, int K, typename T, int kBlockM, int kCluster, bool kQuick>
+__device__ __forceinline__ void route_wide(const Inputs<T>& in, const plan::Shape& shape, const plan::Tensors& out) {
+    extern __shared__ uint4 memory[];
+    auto& shared = *reinterpret_cast<WideShared<E, K, kCluster>*>(memory);
+    const u32 lane = threadIdx.x % kWarp, warp = warp_index(), rank = ptx::cluster_rank();
+    const Chunk chunk = chunk_of(rank, kCluster, in.tokens);
+    const u32 scratch = shared.scratch[warp].address(), winners = scratch + WarpScratch<K>::kIds;
+    RowLoop<E, K, T, kQuick> rows(in.logits, in.bias, chunk.first + warp, chunk.last, blockDim.x / kWarp, lane);
+    shared.rows.open(in.tokens);
+    shared.pairs.masks.clear();
     __syncthreads();
-    shared.counts.send(rank);
+    shared.rows.wait_open();
+    rows.run(in.renormalize, in.factor, scratch, lane, [&](u32 row, const Winner& winner) {
+        if (shape.expert_map != nullptr) {  // the others get local ids
+            const u32 local = plan::local_expert(winner.id, shape);
+            __syncwarp();
+            ptx::store_shared_u16_if(lane < K, winners + lane % K * 2, local < shape.experts ? local : 0xffffu);
+            __syncwarp();
+        }
+        shared.rows.send_row(row, winners, lane);
+        if (lane < K) {
+            shared.pairs.add(row - chunk.first, lane, winner.id, shape);
+            store_winner<K>(in, row, lane, winner);
+        }
+    });
     plan::TwoCounts total, before;
-    shared.counts.receive(rank, total, before);
+    shared.rows.receive(in.tokens, chunk.first, total, before);
     const plan::Part part = plan::part_of(rank, kCluster, shape.experts);
     plan::place_experts<kBlockM>(shared.places, total, before, part, shape, out);
     shared.pairs.scatter(chunk, shared.places.base, out.sorted_ids);
     plan::fill_blocks<kBlockM, 8>(shared.places, part, shape, out);
 }
 
-template <typename Shared, int K>
-struct WithScratch {
-    Shared plan;
-    WarpScratch<K> scratch[16];
-};
-
-// One cluster does everything; a CTA has 16 warps and at most 32 rows.
-template <int E, int K, typename T, int kBlockM, int kCluster>
-__device__ __forceinline__ void route_wide(const Inputs<T>& in, const plan::Shape& shape, const plan::Tensors& out) {
-    extern __shared__ uint4 memory[];
-    auto& shared = *reinterpret_cast<WithScratch<ClusterPlan<E, K, 1, kCluster>, K>*>(memory);
-    const u32 lane = threadIdx.x % kWarp, warp = warp_index(), rank = ptx::cluster_rank();
-    const Chunk chunk = chunk_of(rank, kCluster, in.tokens);
-    RowLoop<E, K, T> rows(in.logits, in.bias, chunk.first + warp, chunk.last, blockDim.x / kWarp, lane);
-    shared.plan.counts.open();
-    shared.plan.pairs.masks.clear();
-    __syncthreads();
-    rows.run(in.renormalize, in.factor, shared.scratch[warp].address(), lane, [&](u32 row, const Winner& winner) {
-        if (lane < K) {
-            shared.plan.pairs.add(row - chunk.first, lane, winner.id, shape);
-            store_winner<K>(in, row, lane, winner);
-        }
-    });
-    __syncthreads();
-    plan_in_cluster<kBlockM>(shared.plan, rank, chunk, shape, out);
-}
-
 // First kernel of chain: a warp a row, nothing else.
-template <int E, int K, typename T, int kWarps>
+template <int E, int K, typename T, int kWarps, bool kQuick>
 __device__ __forceinline__ void select_rows(const Inputs<T>& in) {
     __shared__ WarpScratch<K> scratch[kWarps];
     const u32 lane = threadIdx.x % kWarp, warp = warp_index();
-    RowLoop<E, K, T> rows(in.logits, in.bias, blockIdx.x * kWarps + warp, in.tokens, gridDim.x * kWarps, lane);
+    RowLoop<E, K, T, kQuick> rows(in.logits, in.bias, blockIdx.x * kWarps + warp, in.tokens, gridDim.x * kWarps, lane);
     ptx::grid_launch_dependents();
     rows.run(in.renormalize, in.factor, scratch[warp].address(), lane, [&](u32 row, const Winner& winner) {
         if (lane < K) store_winner<K>(in, row, lane, winner);
     });
 }
 
+template <int E, int K, int kPlanes, int kCluster>
+struct ChainShared {
+    ChunkPairs<E, K, kPlanes> pairs;
+    plan::ClusterCounts<kCluster, E, u8> counts;
+    plan::Places<E> places;
+};
+
 // Second kernel of chain: one cluster; a CTA takes at most 32 * kPlanes rows.
 template <int E, int K, int kBlockM, int kCluster, int kPlanes>
 __device__ __forceinline__ void plan_rows(const i32* ids, u32 tokens, const plan::Shape& shape, const plan::Tensors& out) {
+    static_assert(kPlanes * 32 < 256, "counts are sent as bytes");
     extern __shared__ uint4 memory[];
-    auto& shared = *reinterpret_cast<ClusterPlan<E, K, kPlanes, kCluster>*>(memory);
-    const u32 rank = ptx::cluster_rank();
+    auto& shared = *reinterpret_cast<ChainShared<E, K, kPlanes, kCluster>*>(memory);
+    const u32 rank = ptx::cluster_rank(), expert = 2 * threadIdx.x;
     const Chunk chunk = chunk_of(rank, kCluster, tokens);
-    shared.counts.open();
+    shared.counts.open(E);
     shared.pairs.masks.clear();
     __syncthreads();
+    shared.counts.wait_open();
     ptx::grid_dependency_wait();
-    shared.pairs.read(ids, chunk, shape);
+    shared.pairs.add(shared.pairs.fetch(ids, chunk), chunk, shape);
     __syncthreads();
-    plan_in_cluster<kBlockM>(shared, rank, chunk, shape, out);
+    if (expert < E) shared.counts.set(shared.pairs.masks.count(expert), shared.pairs.masks.count(expert + 1));
+    __syncthreads();
+    shared.counts.send(rank, E);
+    plan::TwoCounts total, before;
+    shared.counts.receive(rank, E, total, before);
+    const plan::Part part = plan::part_of(rank, kCluster, shape.experts);
+    plan::place_experts<kBlockM>(shared.places, total, before, part, shape, out);
+    shared.pairs.scatter(chunk, shared.places.base, out.sorted_ids);
+    plan::fill_blocks<kBlockM, 8>(shared.places, part, shape, out);
 }
 
 // ---- clusters of 8 plan ------------------------------------------------------------------------------------------------
@@ -172,7 +200,7 @@ __device__ __forceinline__ void select_and_count(const Inputs<T>& in, const plan
     u32* const count_of = reinterpret_cast<u32*>(counts);
     const u32 lane = threadIdx.x % kWarp, warp = warp_index();
     const Chunk chunk = chunk_of(blockIdx.x, gridDim.x, in.tokens);
-    RowLoop<E, K, T, kAhead> rows(in.logits, in.bias, chunk.first + warp, chunk.last, kWarps, lane);
+    RowLoop<E, K, T, false, kAhead> rows(in.logits, in.bias, chunk.first + warp, chunk.last, kWarps, lane);
     ptx::grid_launch_dependents();
     for (u32 i = threadIdx.x; i < E / 4; i += kWarps * 32) counts[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
@@ -202,22 +230,28 @@ struct MatrixPlan {
     plan::Places<E> places;
 };
 
-// From a complete matrix and the own chunk's pairs to the plan. counts.clear() and pairs.add() have been called, a barrier
-// has not.
-template <int kBlockM, int E, int K, int kPlanes>
+template <int E, int K, int kPlanes>
+struct MidShared {
+    MatrixPlan<E, K, kPlanes> plan;
+    WarpScratch<K> scratch[16];
+};
+
+// From a complete matrix to the plan. counts.open() has been called and a barrier has followed. `complete` adds the
+// chunk's pairs if they are not there yet, while the matrix is on its way.
+template <int kBlockM, int E, int K, int kPlanes, typename Complete>
 __device__ __forceinline__ void plan_from_matrix(MatrixPlan<E, K, kPlanes>& shared, const u8* matrix, u32 chunks,
-                                                 const Chunk& chunk, const plan::Shape& shape, const plan::Tensors& out) {
+                                                 const Chunk& chunk, const plan::Shape& shape, const plan::Tensors& out,
+                                                 Complete&& complete) {
     const u32 rank = ptx::cluster_rank();
-    shared.counts.sum_slice(matrix, chunks, rank, blockIdx.x - rank);
-    ptx::cluster_sync();
+    const auto words = shared.counts.fetch(matrix, chunks, rank);
+    complete();
+    shared.counts.send(words, rank, blockIdx.x - rank);
     plan::TwoCounts total, before;
-    shared.counts.read(rank, total, before);
+    shared.counts.receive(total, before);
     const plan::Part part = plan::part_of(blockIdx.x, gridDim.x, shape.experts);
     plan::place_experts<kBlockM>(shared.places, total, before, part, shape, out);
-    ptx::cluster_arrive_relaxed();  // what was read has been used: this CTA is done with the others' memory
     shared.pairs.scatter(chunk, shared.places.base, out.sorted_ids);
     plan::fill_blocks<kBlockM, 8>(shared.places, part, shape, out);
-    ptx::cluster_wait_acquire();
 }
 
 // Second kernel of large. kChunks is the first kernel's grid; this one's is the same, rounded up to clusters.
@@ -226,14 +260,15 @@ __device__ __forceinline__ void plan_chunks(const i32* ids, u32 tokens, const u8
                                             const plan::Tensors& out) {
     extern __shared__ uint4 memory[];
     auto& shared = *reinterpret_cast<MatrixPlan<E, K, kPlanes>*>(memory);
+    static_assert(kChunks <= decltype(shared.counts)::kMaxChunks, "a CTA sums its slice in one go");
     Chunk chunk = {0, 0};
     if (blockIdx.x < kChunks) chunk = chunk_of(blockIdx.x, kChunks, tokens);
-    shared.counts.clear();
+    shared.counts.open();
     shared.pairs.masks.clear();
     __syncthreads();
     ptx::grid_dependency_wait();
-    shared.pairs.read(ids, chunk, shape);
-    plan_from_matrix<kBlockM>(shared, matrix, kChunks, chunk, shape, out);
+    const auto fetched = shared.pairs.fetch(ids, chunk);
+    plan_from_matrix<kBlockM>(shared, matrix, kChunks, chunk, shape, out, [&] { shared.pairs.add(fetched, chunk, shape); });
 }
 
 // The single kernel of mid: co-resident clusters of 8, one join. workspace: the join's word, then (from byte 128) the matrix.
@@ -241,12 +276,13 @@ template <int E, int K, typename T, int kBlockM, int kPlanes>
 __device__ __forceinline__ void route_mid(const Inputs<T>& in, const plan::Shape& shape, const plan::Tensors& out,
                                           u8* workspace) {
     extern __shared__ uint4 memory[];
-    auto& shared = *reinterpret_cast<WithScratch<MatrixPlan<E, K, kPlanes>, K>*>(memory);
+    auto& shared = *reinterpret_cast<MidShared<E, K, kPlanes>*>(memory);
     const u32 lane = threadIdx.x % kWarp, warp = warp_index();
     u8* const matrix = workspace + 128;
     const Chunk chunk = chunk_of(blockIdx.x, gridDim.x, in.tokens);
+    if (chunk.last - chunk.first > kPlanes * 32) __trap();  // too small a device for so many tokens: stop, do not corrupt
     RowLoop<E, K, T> rows(in.logits, in.bias, chunk.first + warp, chunk.last, blockDim.x / kWarp, lane);
-    shared.plan.counts.clear();
+    shared.plan.counts.open();
     shared.plan.pairs.masks.clear();
     __syncthreads();
     rows.run(in.renormalize, in.factor, shared.scratch[warp].address(), lane, [&](u32 row, const Winner& winner) {
@@ -263,7 +299,7 @@ __device__ __forceinline__ void route_mid(const Inputs<T>& in, const plan::Shape
             masks.count(e) | masks.count(e + 1) << 8 | masks.count(e + 2) << 16 | masks.count(e + 3) << 24;
     }
     plan::join_grid(reinterpret_cast<u32*>(workspace));
-    plan_from_matrix<kBlockM>(shared.plan, matrix, gridDim.x, chunk, shape, out);
+    plan_from_matrix<kBlockM>(shared.plan, matrix, gridDim.x, chunk, shape, out, [] {});
 }
 
 // ---- any size ----------------------------------------------------------------------------------------------------------
@@ -276,21 +312,23 @@ __device__ __forceinline__ void sum_chunks(u32 tokens, u32* matrix, u32* totals)
     plan::scan_columns(matrix, totals, smaller(ceil_div(tokens, kRows), kMaxChunks), E);
 }
 
+template <int E, int K, int kPlanes>
+struct PlaceShared {
+    ChunkPairs<E, K, kPlanes> pairs;
+    plan::Places<E> places;
+};
+
 // Third kernel of general: chunk sums and totals are ready; blocks and padding are shared out by experts.
 template <int E, int K, int kBlockM, int kPlanes>
 __device__ __forceinline__ void place_chunk(const i32* ids, u32 tokens, const u32* before_at, const u32* totals,
                                             const plan::Shape& shape, const plan::Tensors& out) {
-    struct Shared {
-        ChunkPairs<E, K, kPlanes> pairs;
-        plan::Places<E> places;
-    };
     extern __shared__ uint4 memory[];
-    auto& shared = *reinterpret_cast<Shared*>(memory);
+    auto& shared = *reinterpret_cast<PlaceShared<E, K, kPlanes>*>(memory);
     const Chunk chunk = chunk_of(blockIdx.x, gridDim.x, tokens);
     shared.pairs.masks.clear();
     __syncthreads();
     ptx::grid_dependency_wait();
-    shared.pairs.read(ids, chunk, shape);
+    const auto fetched = shared.pairs.fetch(ids, chunk);
     plan::TwoCounts total = {0, 0}, before = {0, 0};
     const u32 expert = 2 * threadIdx.x;
     if (expert < E) {
@@ -298,6 +336,7 @@ __device__ __forceinline__ void place_chunk(const i32* ids, u32 tokens, const u3
         const u32* own = before_at + static_cast<u64>(blockIdx.x) * E + expert;
         before = {ptx::load_l2(own), ptx::load_l2(own + 1)};
     }
+    shared.pairs.add(fetched, chunk, shape);
     const plan::Part part = plan::part_of(blockIdx.x, gridDim.x, shape.experts);
     plan::place_experts<kBlockM>(shared.places, total, before, part, shape, out);
     shared.pairs.scatter(chunk, shared.places.base, out.sorted_ids);

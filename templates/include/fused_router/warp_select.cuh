@@ -3,10 +3,12 @@
 //
 // 1. Filter. v = tanh.approx(x / 2) / 2 + bias is the rank value minus 1/2, up to a proven error. T, the K-th largest of
 //    the 32 lane maxima of v, is reached by K different experts, so no winner's v lies more than the error twice below T.
-// 2. The groups whose maximum passes that bound (some 20 of 224) are compacted, one a lane, and get exact rank values.
+// 2. The groups whose maximum passes that bound (some 20 of 224) are compacted, one a lane, and get exact rank values. If
+//    more than 24 pass, T is raised first, as far as K groups still reach it: with 24 groups hardly a row has more than 32
+//    candidates, and a row that has takes ten times as long.
 // 3. The experts that pass the exact bound (some 20) are compacted again, one a lane, in ascending order of id.
 // 4. The K-th largest exact key decides; equal keys go to the lower ids.
-// Rows with more than 32 groups or candidates, or too few numbers, take the exact path without a filter.
+// Rows that still have more than 32 groups or candidates (ties), or too few numbers, take the exact path without a filter.
 #pragma once
 #include "common/types.cuh"
 #include "fused_router/score.cuh"
@@ -18,9 +20,14 @@
 
 namespace fused_router {
 
-// |v + 1/2 - rank| <= error_of(rank). tanh.approx: 2^-11 / 2 = 2.4415e-4; the score's own error, below 4e-7, and the
-// roundings of both sums, below 2^-22 of their size, are covered by what is added on top.
+// |v + 1/2 - rank| <= kFilterError + kFilterRounding * |rank|. tanh.approx may err by 2^-11 / 2 = 2.4415e-4 (instruction
+// set's bound); the score's own error, below 4e-6, and the roundings of both sums, below 2^-22 of their size, are covered by
+// what is added on top. On compute capability 9.0 the largest |v + 1/2 - score| over all floats is 4.0e-6 (all were tried).
+#if __CUDA_ARCH__ == 900
+constexpr f32 kFilterError = 6.0e-6f;
+#else
 constexpr f32 kFilterError = 2.6e-4f;
+#endif
 constexpr f32 kFilterRounding = 1.0f / (1 << 20);
 
 // What one warp needs in shared memory, reached by its 32-bit address.
@@ -88,6 +95,20 @@ __device__ __forceinline__ u32 kth_largest(u32 key, u32 lane) {
     return ptx::warp_min(key);
 }
 
+// The same by counting, through 128 bytes of shared memory at `keys_at`: half the latency, three times the instructions.
+template <int K>
+__device__ __forceinline__ u32 kth_largest_counted(u32 key, u32 lane, u32 keys_at) {
+    ptx::store_shared_if(true, keys_at + lane * 4, key);
+    __syncwarp();
+    u32 larger = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint4 v = ptx::load_shared_v4(keys_at + i * 16);
+        larger += (v.x > key ? 1 : 0) + (v.y > key ? 1 : 0) + (v.z > key ? 1 : 0) + (v.w > key ? 1 : 0);
+    }
+    return ptx::warp_min(larger < K ? key : 0xffffffffu);
+}
+
 // Exclusive prefix over lanes of counts 0..7, and their total.
 struct LanePrefix {
     u32 before;
@@ -97,11 +118,12 @@ struct LanePrefix {
 __device__ __forceinline__ LanePrefix prefix_of_small(u32 count, u32 below) {
     const u32 b0 = __ballot_sync(kFullWarp, count & 1), b1 = __ballot_sync(kFullWarp, count & 2);
     const u32 b2 = __ballot_sync(kFullWarp, count & 4);
-    return {__popc(b0 & below) + 2 * __popc(b1 & below) + 4 * __popc(b2 & below),
+    return {static_cast<u32>(__popc(b0 & below) + 2 * __popc(b1 & below) + 4 * __popc(b2 & below)),
             static_cast<u32>(__popc(b0) + 2 * __popc(b1) + 4 * __popc(b2))};
 }
 
-template <int E, int K, typename T>
+// kQuick: for few rows a multiprocessor, where latency counts and instructions do not.
+template <int E, int K, typename T, bool kQuick>
 struct WarpSelect {
     static constexpr int kGroups = E / 128;  // groups of 4 experts a lane
     static_assert(E % 128 == 0 && E <= 4096 && K < E, "experts come in 32 lanes x 4");
@@ -155,23 +177,21 @@ struct WarpSelect {
                                                            u32 lane) {
         f32 group_max[kGroups];
         const f32 lane_max = filter_values(row, bias, group_max);
-        const f32 bound = number_of_key(kth_largest<K>(key_of_number(lane_max), lane));
-        const f32 error = fmaf(fabsf(bound), 2 * kFilterRounding, kFilterError);
-        const f32 group_bound = bound - 2.02f * error;  // the second error is taken at a value slightly below the bound
-        const f32 exact_bound = (bound + 0.5f) - error;
-
-        u32 who[kGroups], count = 0;
-#pragma unroll
-        for (int j = 0; j < kGroups; ++j) {
-            who[j] = __ballot_sync(kFullWarp, group_max[j] >= group_bound);
-            count += __popc(who[j]);
+        const u32 lane_key = key_of_number(lane_max);
+        const u32 least = kQuick ? kth_largest_counted<K>(lane_key, lane, scratch + Scratch::kItems) : kth_largest<K>(lane_key, lane);
+        Bounds bounds = bounds_at(least);
+        u32 who[kGroups];
+        u32 count = ballots(group_max, bounds.group, who);
+        if (count > kMostGroups) {
+            bounds = raise(group_max, lane_max, least);
+            count = ballots(group_max, bounds.group, who);
+            if (count > 32) return false;
         }
-        if (count > 32) return false;
         const u32 below = ptx::lanes_below();
         u32 base = 0;
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
-            const bool passes = group_max[j] >= group_bound;
+            const bool passes = group_max[j] >= bounds.group;
             const u32 at = base + __popc(who[j] & below);
             const Logits4 x = as_logits(row.raw[j]);
             ptx::store_shared_if(passes, scratch + Scratch::kLogits + at * 16,
@@ -181,7 +201,51 @@ struct WarpSelect {
             base += __popc(who[j]);
         }
         __syncwarp();
-        return rank_groups(count, exact_bound, bias_at, scratch, lane, below);
+        return rank_groups(count, bounds.exact, bias_at, scratch, lane, below);
+    }
+
+    static constexpr u32 kMostGroups = 24;
+
+    // What a winner reaches if K experts reach v = `number_of_key(least)`: its group's v, and its exact rank value. NaN
+    // (nothing passes) where that v is +inf.
+    struct Bounds {
+        f32 group;
+        f32 exact;
+    };
+
+    static __device__ __forceinline__ Bounds bounds_at(u32 least) {
+        const f32 v = number_of_key(least);
+        const f32 error = fmaf(fabsf(v), 2 * kFilterRounding, kFilterError);
+        return {v - 2.02f * error, (v + 0.5f) - error};  // the second error is taken at a value slightly below v
+    }
+
+    // Which lanes' groups j reach `bound`; returns how many do in all.
+    static __device__ __forceinline__ u32 ballots(const f32 (&group_max)[kGroups], f32 bound, u32 (&who)[kGroups]) {
+        u32 count = 0;
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+            who[j] = __ballot_sync(kFullWarp, group_max[j] >= bound);
+            count += __popc(who[j]);
+        }
+        return count;
+    }
+
+    // Bounds from a value above `least` that K groups still reach, if possible one that few more reach: halves the keys
+    // between, and stops when they are used up, as they are when many groups tie.
+    static __device__ __forceinline__ Bounds raise(const f32 (&group_max)[kGroups], f32 lane_max, u32 least) {
+        u32 most = ptx::warp_max(key_of_number(lane_max));  // fewer than K groups may reach it
+        u32 who[kGroups];
+#pragma unroll 1
+        while (most - least > 1) {
+            const u32 middle = least + (most - least) / 2;
+            if (ballots(group_max, number_of_key(middle), who) >= K) {
+                least = middle;
+                if (ballots(group_max, bounds_at(least).group, who) <= kMostGroups) break;
+            } else {
+                most = middle;
+            }
+        }
+        return bounds_at(least);
     }
 
     // v of every element; returns the lane's largest, -inf if there is no number.
@@ -226,7 +290,7 @@ struct WarpSelect {
         __syncwarp();
         const uint4 item = ptx::load_shared_v4(scratch + Scratch::kItems + lane * 16);
         const u32 key = lane < place.total ? item.x : 0;
-        const u32 limit = kth_largest<K>(key, lane);
+        const u32 limit = kQuick ? kth_largest_counted<K>(key, lane, scratch + Scratch::kLogits) : kth_largest<K>(key, lane);
         const u32 above = __ballot_sync(kFullWarp, key > limit), equal = __ballot_sync(kFullWarp, key == limit);
         const bool wins = key > limit || (key == limit && __popc(above) + __popc(equal & below) < K);
         const u32 slot = __popc(__ballot_sync(kFullWarp, wins) & below);
@@ -235,38 +299,44 @@ struct WarpSelect {
         return true;
     }
 
-    // Exact and slow: goes down the distinct keys until K experts are covered; a key's last places go to the lowest ids.
+    // Exact and slow: finds the K-th largest key by halving; its last places go to the lowest ids.
     static __device__ __forceinline__ void select_exact(const T* logits, const f32* bias_at, u32 scratch, u32 lane) {
-        u32 keys[kGroups][4];
+        u32 keys[kGroups][4], lane_max = 0;
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
             const u32 at = (j * 32 + lane) * 4;
             const Logits4 x = as_logits(load_once(logits + at)), b = as_logits(ptx::load_readonly_v4(bias_at + at));
 #pragma unroll
-            for (int c = 0; c < 4; ++c) keys[j][c] = key_of(rank_of(score_of(x.x[c]), b.x[c]));
-        }
-        u32 limit = 0xffffffffu, level, above = 0;
-        while (true) {
-            u32 best = 0, equal = 0;
-#pragma unroll
-            for (int i = 0; i < kGroups * 4; ++i) {
-                const u32 key = keys[i / 4][i % 4];
-                if (key <= limit) best = max(best, key);
+            for (int c = 0; c < 4; ++c) {
+                keys[j][c] = key_of(rank_of(score_of(x.x[c]), b.x[c]));
+                lane_max = max(lane_max, keys[j][c]);
             }
-            level = ptx::warp_max(best);
-#pragma unroll
-            for (int i = 0; i < kGroups * 4; ++i) equal += keys[i / 4][i % 4] == level;
-            equal = ptx::warp_sum(equal);
-            if (above + equal >= K) break;
-            above += equal;
-            limit = level - 1;  // level > 0 here: all E keys are >= 0, and E > K
         }
-        place_exact(keys, level, K - above, scratch, lane);
+        // K keys are >= level, and fewer than K are >= beyond.
+        u32 level = kth_largest<K>(lane_max, lane), beyond = ptx::warp_max(lane_max) + 1;
+        while (beyond - level > 1) {
+            const u32 middle = level + (beyond - level) / 2;
+            const u32 reach = count_reaching(keys, middle);
+            if (reach >= K) {
+                level = middle;
+                if (reach == K) break;
+            } else {
+                beyond = middle;
+            }
+        }
+        place_exact(keys, level, K - count_reaching(keys, level + 1), scratch, lane);
         __syncwarp();
         const u32 id = ptx::load_shared_u16(scratch + Scratch::kIds + lane % K * 2);
         const f32 score = score_of(load_logit(logits + id));
         ptx::store_shared_if(lane < K, scratch + Scratch::kTerms + lane * 4,
                              __float_as_uint(weight_term(score, key_of(rank_of(score, bias_at[id])))));
+    }
+
+    static __device__ __forceinline__ u32 count_reaching(const u32 (&keys)[kGroups][4], u32 level) {
+        u32 count = 0;
+#pragma unroll
+        for (int i = 0; i < kGroups * 4; ++i) count += keys[i / 4][i % 4] >= level ? 1 : 0;
+        return ptx::warp_sum(count);
     }
 
     // Writes the ids of the keys above `level` and of the first `quota` keys equal to it, in ascending order.

@@ -12,7 +12,7 @@ constexpr u32 kScanExperts = 32;  // of one CTA
 
 // `experts` is the row length of `counts`, a multiple of 32; totals has as many elements.
 __device__ __forceinline__ void scan_columns(u32* counts, u32* totals, u32 chunks, u32 experts) {
-    constexpr u32 kWarps = kScanThreads / 32, kDepth = 16;
+    constexpr u32 kWarps = kScanThreads / 32, kDepth = 12;
     __shared__ u32 sums[kWarps][32];
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 each = ceil_div(chunks, kWarps), first = smaller(warp * each, chunks), last = smaller(first + each, chunks);

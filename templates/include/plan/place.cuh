@@ -76,12 +76,13 @@ __device__ __forceinline__ void place_experts(Places<kMaxExperts>& places, const
     __syncthreads();
 }
 
-// Writes expert_ids and the padding of the part's experts; kLanes threads serve one expert.
+// Writes expert_ids and the padding of the part's experts; kLanes threads serve one expert. The last threads come first: the
+// first ones are those that have pairs to scatter when there are few.
 template <int kBlockM, int kLanes, int kMaxExperts>
 __device__ __forceinline__ void fill_blocks(const Places<kMaxExperts>& places, const Part& part, const Shape& shape,
                                             const Tensors& out) {
-    const u32 sub = threadIdx.x % kLanes;
-    for (u32 expert = part.first + threadIdx.x / kLanes; expert < part.last; expert += blockDim.x / kLanes) {
+    const u32 thread = blockDim.x - 1 - threadIdx.x, sub = thread % kLanes;
+    for (u32 expert = part.first + thread / kLanes; expert < part.last; expert += blockDim.x / kLanes) {
         const u32 first = places.first_block[expert], total = places.total[expert];
         const u32 blocks = blocks_of<kBlockM>(total, shape.block_m);
         for (u32 b = sub; b < blocks; b += kLanes) out.block_experts[first + b] = static_cast<i32>(expert);

@@ -55,7 +55,8 @@ __device__ __forceinline__ void place_run(Ranks& ranks, const Run& run, const u3
     }
 }
 
-// One cluster; fewer than 2^16 pairs.
+// One cluster, or a single CTA, which needs no join; fewer than 2^16 pairs. kSegments: 32 pairs each that a warp keeps in
+// registers, so at most kCluster * kThreads * kSegments pairs in all.
 template <int kCluster>
 struct SmallShared {
     Ranks ranks;
@@ -63,27 +64,42 @@ struct SmallShared {
     plan::Places<kMaxExperts> places;
 };
 
-template <int kCluster>
+template <int kCluster, int kSegments>
 __device__ __forceinline__ void plan_small(const i32* ids, u32 experts, const plan::Shape& shape, const plan::Tensors& out) {
     extern __shared__ uint4 memory[];
     auto& shared = *reinterpret_cast<SmallShared<kCluster>*>(memory);
-    const u32 rank = ptx::cluster_rank();
+    const u32 rank = kCluster == 1 ? 0 : ptx::cluster_rank();
     const Run run = run_of_warp(rank, kCluster, shape.pairs);
-    shared.counts.open();
+    const u32 own = run.first + threadIdx.x % kWarp;
+    u32 expert[kSegments];  // first global, then local ids
+#pragma unroll
+    for (int i = 0; i < kSegments; ++i) expert[i] = own + i * kWarp < run.last ? __ldg(ids + own + i * kWarp) : 0xffffffffu;
+    if (kCluster > 1) shared.counts.open(shape.experts);
     shared.ranks.clear();
     __syncthreads();
-    count_run(shared.ranks, run, ids, experts, shape);
+#pragma unroll
+    for (int i = 0; i < kSegments; ++i) {
+        if (expert[i] < experts) expert[i] = plan::local_expert(expert[i], shape);
+        else expert[i] = 0xffffffffu;
+        if (expert[i] < shape.experts) shared.ranks.add(expert[i]);
+    }
     __syncthreads();
-    const plan::TwoCounts own = plan::unpack(shared.ranks.scan_warps());
-    shared.counts.set(own.first, own.second);
-    shared.counts.wait_open();
-    __syncthreads();
-    shared.counts.send(rank);
-    plan::TwoCounts total, before;
-    shared.counts.receive(rank, total, before);
+    plan::TwoCounts total = plan::unpack(shared.ranks.scan_warps()), before = {0, 0};
+    if (kCluster > 1) {
+        shared.counts.set(total.first, total.second);
+        shared.counts.wait_open();
+        __syncthreads();
+        shared.counts.send(rank, shape.experts);
+        shared.counts.receive(rank, shape.experts, total, before);
+    }
     const plan::Part part = plan::part_of(rank, kCluster, shape.experts);
     plan::place_experts<0>(shared.places, total, before, part, shape, out);
-    place_run(shared.ranks, run, shared.places.base, ids, experts, shape, out.sorted_ids);
+#pragma unroll
+    for (int i = 0; i < kSegments; ++i) {
+        const bool placed = expert[i] < shape.experts;
+        const u32 at = shared.ranks.take(expert[i], placed);
+        if (placed) out.sorted_ids[shared.places.base[expert[i]] + at] = static_cast<i32>(own + i * kWarp);
+    }
     plan::fill_blocks<0, 8>(shared.places, part, shape, out);
 }
 
@@ -99,6 +115,7 @@ __device__ __forceinline__ void count_chunk(const i32* ids, u32 experts, const p
     for (u32 i = threadIdx.x; i < kMaxExperts; i += kThreads) counts[i] = 0;
     __syncthreads();
     const Run run = run_of_warp(blockIdx.x, gridDim.x, shape.pairs);
+#pragma unroll 4
     for (u32 pair = run.first + threadIdx.x % kWarp; pair < run.last; pair += kWarp) {
         const u32 expert = expert_of(ids, pair, experts, shape);
         if (expert < shape.experts) atomicAdd(counts + expert, 1u);

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
 import toytree
 
 PROBLEM = ["width=64", "lanes=2", "kind=f32", "num_tokens=1", "block_m=8"]
@@ -116,3 +118,13 @@ def test_a_broken_template_fails_with_place_and_log(tmp_path: Path) -> None:
     assert "missing_name" in refused
     assert "toy.single.w64.l2.f32.t1.bm8" in refused
     assert not (root / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("command", [["bench", "router"], ["bench", "host"], ["tune", "router"], ["qualify"]])
+def test_commands_for_a_gpu_say_what_they_miss(command: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", "chord.cli", *command]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == 1
+    assert "this command needs" in done.stderr
+    assert list(tmp_path.iterdir()) == []
