@@ -1,6 +1,7 @@
 // Where an operator's token rows come from. A row source lists runs: consecutive row slots of one expert.
 #pragma once
 #include "common/types.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/special.cuh"
@@ -71,7 +72,8 @@ __device__ __forceinline__ Window IndexedRows::load_window(u32 shared, u32 first
         before[j] = block > first ? expert(block - 1) : -1;
         after[j] = expert(block + 1);
     }
-    if (first * block_m + (thread + 1) * 32 <= num_slots) ptx::prefetch_l2(sorted_ids + first * block_m + thread * 32, 128);
+    const u32 line = first * block_m + thread * 32;  // of 32 slots
+    if (line < num_slots) ptx::prefetch_line(sorted_ids + line);
     const i32 padded = *num_tokens_post_padded;
     const u32 blocks = padded > 0 ? smaller((static_cast<u32>(padded) + block_m - 1) / block_m, num_blocks) : 0;
     const u32 end = smaller(first + T::window, blocks);

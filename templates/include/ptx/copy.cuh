@@ -12,6 +12,12 @@ __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u
                  : "memory");
 }
 
+// Asks for the line around `pointer` to be brought into L2: one instruction for a warp's 32 lines, where bulk prefetches
+// (memory.cuh) are issued lane after lane.
+__device__ __forceinline__ void prefetch_line(const void* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
+
 // Closes a group of this thread's 16-byte copies; then waits until at most `kLeft` of its groups are under way.
 __device__ __forceinline__ void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
