@@ -27,9 +27,6 @@ def test_router_gate_up_swiglu_down_and_weighted_sum():
     hidden = chord.moe_w4a16(x, gate_up, plan, top_k=TOP_K, block_m=8)
     gate, up = hidden.chunk(2, dim=1)
     active = torch.nn.functional.silu(gate) * up
-    active = torch.cat(
-        [active, active.flip(1)], dim=1
-    )  # down takes K in multiples of 64: 32 are too few for this layer
     routed = chord.moe_w4a16(active, down, plan, top_k=1, block_m=8, row_weight=weights.flatten())
     result = routed.view(TOKENS, TOP_K, HIDDEN).sum(dim=1)
 
