@@ -194,6 +194,7 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
         slot.template next<T::slots>();
         more = schedule.next_here(following);
         if (more) gather.look_up(following, rows);
+        handover.hand_over_all();  // by now the last copies of the item before have landed
         u32 offset = 0;
         for (u32 left = problem.k_blocks(); left > 0;) {
             const u32 blocks = smaller(left, T::stage_blocks);
@@ -205,6 +206,7 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
             left -= blocks;
             at.template next<T::stages>();
         }
+        handover.hand_over_oldest();
         if (!more) {
             handover.hand_over_all();
             more = schedule.next(following);
