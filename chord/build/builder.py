@@ -20,7 +20,7 @@ from chord.build.jobs import Key, Selection, Work
 from chord.build.make import Failure, Made, Maker, Progress, Step
 from chord.build.pool import default_jobs
 from chord.build.tree import Tree
-from chord.errors import CompileError, ManifestError, TableError
+from chord.errors import CompileError, ManifestError, TableError, VerificationError
 from chord.registry import canonical
 from chord.registry.schema import Build, Manifest
 from chord.registry.store import Store
@@ -64,6 +64,7 @@ def build(
     tree: Tree | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
+    locked: bool = False,
 ) -> BuildReport:
     """Make the selected programs' cubins and publish manifest and store.
 
@@ -72,6 +73,7 @@ def build(
     tree: None for the checkout that this code belongs to.
     jobs: compiler processes; None for one a core.
     progress: called for each cubin, from this thread.
+    locked: publish nothing unless the manifest comes out as it is; VerificationError lists what differs.
 
     Raises TableError for tables that cannot be planned, BuildFailedError for cubins that cannot be made, ToolchainError
     without the pinned compiler (if anything has to be compiled), ChordError for a selection of unknown names.
@@ -88,7 +90,7 @@ def build(
         if failures:
             raise BuildFailedError(failures)
         stale = _complete(tree, work, made, finished)
-        removed, digest = ((), None) if stale else _publish(tree, assemble(work, made.builds), made)
+        removed, digest = ((), None) if stale else _publish(tree, assemble(work, made.builds), made, locked)
         if not stale:
             finished.prune({job.require_closure().sha256 for job in work.jobs})
     return BuildReport(
@@ -161,10 +163,12 @@ def _complete(tree: Tree, work: Work, made: Made, finished: Finished) -> tuple[K
     return tuple(stale)
 
 
-def _publish(tree: Tree, manifest: Manifest, made: Made) -> tuple[tuple[str, ...], str]:
+def _publish(tree: Tree, manifest: Manifest, made: Made, locked: bool) -> tuple[tuple[str, ...], str]:
     """Store first, then the manifest that names it, then what neither needs; what was removed, and the digest."""
     data = canonical.encode(manifest)
     canonical.decode(data, str(tree.manifest))  # what could not be read must not be published
+    if locked:
+        _require_unchanged(tree, manifest, data)
     store = Store(tree.store)
     for cubin in made.cubins.values():
         store.write(cubin)
@@ -177,3 +181,24 @@ def _publish(tree: Tree, manifest: Manifest, made: Made) -> tuple[tuple[str, ...
         else:
             path.unlink(missing_ok=True)
     return tuple(path.name for path in removed), canonical.digest(data)
+
+
+def _require_unchanged(tree: Tree, manifest: Manifest, data: bytes) -> None:
+    if tree.manifest.is_file() and tree.manifest.read_bytes() == data:
+        return
+    before, after = recorded_builds(read_manifest(tree)), recorded_builds(manifest)
+    differing = [
+        f"\n  {program} for {arch}: {_cubin_of(before, (program, arch))} is recorded, "
+        f"the sources give {_cubin_of(after, (program, arch))}"
+        for program, arch in sorted({*before, *after})
+        if before.get((program, arch)) != after.get((program, arch))
+    ]
+    raise VerificationError(
+        f"{tree.manifest} is not what its sources give; {len(differing)} cubins differ"
+        f"{'' if differing else ', so routes, launch rules or other fields do (`chord build --check` lists them)'}; "
+        f"if the sources are right, run `chord build` and commit the manifest:{''.join(differing)}"
+    )
+
+
+def _cubin_of(builds: dict[Key, Build], key: Key) -> str:
+    return builds[key].cubin_sha256 if key in builds else "nothing"

@@ -42,6 +42,9 @@ def build(
             "--check", help="Change nothing; list what differs from the manifest, and exit 1 if anything does."
         ),
     ] = False,
+    locked: Annotated[
+        bool, typer.Option("--locked", help="Publish nothing and exit 1 unless manifest.json comes out as it is.")
+    ] = False,
     root: Root = None,
     json: Json = False,
 ) -> None:
@@ -56,7 +59,7 @@ def build(
     from chord.build.builder import build as run
 
     with progress_bar(json) as progress:
-        report = run(selection, tree=tree, jobs=jobs, progress=progress)
+        report = run(selection, tree=tree, jobs=jobs, progress=progress, locked=locked)
     for (program, where), log in report.warnings.items():
         errors().print(f"{program} for {where}:\n{log}", style="yellow", markup=False, highlight=False)
     if json:

@@ -7,6 +7,7 @@ import pytest
 from chord.build import jobs
 from chord.build.check import check
 from chord.build.tree import Tree
+from chord.errors import ChordError
 
 TREE = Tree.default()
 
@@ -17,7 +18,15 @@ def different() -> dict[tuple[str, str], str]:
     return {(found.program, found.arch): found.what for found in check(tree=TREE).differences}
 
 
-@pytest.mark.parametrize("key", [job.key for job in jobs.read(TREE).jobs], ids=lambda key: " ".join(key))
+def keys() -> list[tuple[str, str]]:
+    """Every program and architecture; none when the tables cannot be read, which the last test then says."""
+    try:
+        return [job.key for job in jobs.read(TREE).jobs]
+    except ChordError:
+        return []
+
+
+@pytest.mark.parametrize("key", keys(), ids=" ".join)
 def test_program(key: tuple[str, str], different: dict[tuple[str, str], str]) -> None:
     assert different.get(key) is None
 

@@ -82,9 +82,9 @@ struct Plan {
 
     // Everything about the span's experts but their pairs.
     static __device__ __forceinline__ void write_experts(const PlanOutputs& out, u32 span, i32 bm, i32 sentinel,
-                                                         const State& state, bool live, i32 locals) {
+                                                         const State& state, i32 locals) {
         const i32 expert = span * kWarp + ptx::lane_id();
-        if (live && expert < locals) {
+        if (expert < locals) {
             out.expert_counts[expert] = state.count;
             out.expert_scatter_offsets[expert] = state.count;
             out.expert_offsets[expert] = state.before * bm;
@@ -93,14 +93,14 @@ struct Plan {
         i32* ids = out.expert_ids + state.before;
 #pragma unroll 1
         for (i32 i = 0; i < state.blocks; ++i)
-            if (live) ids[i] = expert;
+            ids[i] = expert;
         const i32 aligned = round_up(state.count, 4);
 #pragma unroll
         for (i32 i = 0; i < 3; ++i)
-            if (live && state.count + i < aligned) slots[state.count + i] = sentinel;
+            if (state.count + i < aligned) slots[state.count + i] = sentinel;
 #pragma unroll 1
         for (i32 i = aligned; i < state.blocks * bm; i += 4)
-            if (live) *reinterpret_cast<int4*>(slots + i) = make_int4(sentinel, sentinel, sentinel, sentinel);
+            *reinterpret_cast<int4*>(slots + i) = make_int4(sentinel, sentinel, sentinel, sentinel);
     }
 
     // The slot of one pair, after place() and a barrier. `expert` < E.

@@ -1,13 +1,12 @@
 // Top-k selection of one row by four warps, for least latency: one exchange of bounds, one of candidates.
 //
-// Warp q of the four owns the experts [E/4*q, E/4*(q+1)), ITEMS = E/128 of them per lane, 32 apart, so that
-// (warp, item, lane) is ascending expert id and each of the 4*ITEMS "groups" of 32 experts is one register of one warp.
+// Warp q of the four owns the experts [E/4*q, E/4*(q+1)), ITEMS = E/128 of them per lane, 32 apart.
 //
-// 1. Bound of a group = its largest rank value. All bounds go to shared memory; barrier.
+// 1. Bound of a group = the largest rank value of 32 consecutive experts. All bounds go to shared memory; barrier.
 // 2. Floor = the largest bound that at least K bounds reach. They are K different experts, so no winner is below it.
-// 3. Candidates = experts at or above the floor (896 experts of random rows: mean 23, over 32 in 1 % of rows), compacted
-//    in id order; barrier. The other three warps are done.
-// 4. The finishing warp ranks up to 64 candidates against each other; more (ties, NaN rows) take select_exact.
+// 3. Candidates = experts at or above the floor (896 experts of random rows: mean 23, over 32 in 1 % of rows). A lane
+//    takes places in one dense list with a shared atomic: their order is arbitrary and nothing depends on it. Barrier.
+// 4. The finishing warp ranks up to 32 (or 64) candidates against each other; more (ties, NaN rows) take select_exact.
 //
 // Ranks are counted in the FMA pipe: saturate((a - b) * 2^96) is 1 if a > b and 0 if a <= b; it lies between, or is 0
 // after a NaN, only for values that differ by less than 2^-96 or are not finite. So a count is never too large: a floor is
@@ -17,35 +16,46 @@
 #include "common/types.cuh"
 #include "fused_router/score.cuh"
 #include "ptx/math.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/special.cuh"
 #include "ptx/sync.cuh"
 
 namespace fused_router {
 
-constexpr i32 kQuad = 4;                                       // warps that share a row
-constexpr f32 kStep = 79228162514264337593543950336.0f;        // 2^96
-constexpr f32 kLowest = -3.402823466e38f;                    // ranks below every candidate
+constexpr i32 kQuad = 4;                                 // warps that share a row
+constexpr f32 kStep = 79228162514264337593543950336.0f;  // 2^96
+constexpr f32 kLowest = -3.402823466e38f;                // ranks below every candidate
+constexpr i32 kCandidates = 64;                          // places of the list
+constexpr u32 kNoExpert = 0xffffu;                       // in a place without a candidate
 
-struct Candidate {
+struct alignas(8) Candidate {
     f32 rank;
-    f32 score;
     u32 id;
-    u32 unused;
 };
-
-constexpr i32 kRegion = 32;  // candidates that one warp may contribute
 
 // Shared memory of one row in flight.
 template <i32 E, i32 K>
 struct alignas(16) RowScratch {
     f32 bounds[32];
     union {
-        Candidate candidates[kQuad][kRegion];
+        struct {
+            Candidate candidates[kCandidates];
+            f32 scores[kCandidates];
+        };
         u32 keys[E];  // select_exact only
     };
-    f32 terms[K];   // weight terms of the winners, ascending id
-    u16 ids[K];     // their experts
-    u8 counts[16];  // candidates of each warp, at most kRegion + 1; only the first kQuad are used
+    f32 terms[K];  // weight terms of the winners, ascending id
+    u16 ids[K];    // their experts
+    u32 total;     // candidates; may exceed the places
+    u32 unused[3];
+};
+
+// A winner that a lane of the finishing warp holds, if any.
+struct Winner {
+    bool here;
+    u32 slot;  // position in ascending id order
+    u32 id;
+    f32 term;
 };
 
 template <i32 E_, i32 K_, typename Logit_>
@@ -83,59 +93,73 @@ struct Select {
         return v;
     }
 
-    // Pads of the bounds that no warp publishes: a NaN is never counted. Once per scratch, before the first row.
+    // Once per scratch, before the first row. Bounds that no warp publishes are NaN, which is never counted.
     static __device__ __forceinline__ void prepare(Scratch& s, u32 thread) {
         if (thread >= kQuad * SLOTS && thread < 32) s.bounds[thread] = __uint_as_float(0x7fffffffu);
+        if (thread < kCandidates) s.candidates[thread] = {kLowest, kNoExpert};
+        if (thread == 0) s.total = 0;
     }
 
-    // What a warp carries from one step to the next.
-    struct State {
+    // Steps 1 to 3, by all four warps. Returns false if there is no floor: then only select_exact can help.
+    static __device__ __forceinline__ bool gather(Scratch& s, const Row& x, const Row& bias, u32 q, u32 barrier) {
         f32 score[ITEMS];
         f32 rank[ITEMS];
-        u32 floor_key;
-    };
-
-    // Step 1, by all four warps; a barrier of the four follows.
-    static __device__ __forceinline__ void bound(Scratch& s, const Row& x, const Row& bias, u32 q, State& state) {
 #pragma unroll
         for (i32 j = 0; j < ITEMS; ++j) {
-            state.score[j] = score_of(x.x[j]);
-            state.rank[j] = rank_of(state.score[j], bias.x[j]);
+            score[j] = score_of(x.x[j]);
+            rank[j] = rank_of(score[j], bias.x[j]);
         }
-        publish_bounds(s, state.rank, q);
+        publish_bounds(s, rank, q);
+        ptx::barrier_sync_aligned(barrier, kQuad * kWarp);
+        const u32 floor_key = find_floor(s);
+        if (floor_key != kNanKey) list(s, rank, score, value_of(floor_key), q);
+        ptx::barrier_sync_aligned(barrier, kQuad * kWarp);
+        return floor_key != kNanKey;
     }
 
-    // Steps 2 and 3, by all four warps; a barrier of the four follows.
-    static __device__ __forceinline__ void gather(Scratch& s, u32 q, State& state) {
-        state.floor_key = find_floor(s);
-        if (state.floor_key != kNanKey) compact(s, state.rank, state.score, value_of(state.floor_key), q);
-    }
-
-    // Step 4, by the finishing warp, all lanes.
-    static __device__ __forceinline__ void finish(Scratch& s, const Logit* row, const f32* bias, bool complete) {
-        const u32 prefix = *reinterpret_cast<const u32*>(s.counts) * 0x01010101u;  // byte i: candidates of warps 0..i
-        const u32 total = prefix >> 24;
-        if (complete && total <= 32) {
-            rank_candidates<1>(s, prefix);
-        } else if (complete && total <= 64 && fits(s)) {
-            rank_many(s, prefix);
+    // Step 4, by the finishing warp. The winners are in s.ids and s.terms, and each in one lane.
+    static __device__ __forceinline__ Winner finish(Scratch& s, const Logit* row, const f32* bias, bool has_floor) {
+        const u32 total = s.total;
+        Winner w;
+        if (has_floor && total <= 32) {
+            w = rank_candidates<1>(s, total);
         } else {
-            select_exact(s, row, bias);
+            if (has_floor && total <= kCandidates) {
+                rank_many(s, total);
+            } else {
+                select_exact(s, row, bias);
+            }
+            __syncwarp();
+            const u32 lane = ptx::lane_id() % K;
+            w = {ptx::lane_id() < K, lane, s.ids[lane], s.terms[lane]};
         }
         __syncwarp();
+        for (u32 i = ptx::lane_id(); i < kCandidates; i += kWarp) s.candidates[i] = {kLowest, kNoExpert};
+        if (ptx::lane_id() == 0) s.total = 0;
+        return w;
+    }
+
+    // Writes the row's weights and ids, by the finishing warp.
+    static __device__ __forceinline__ void write(const Scratch& s, const Winner& w, f32* weights, i32* ids,
+                                                 i32 renormalize, f32 factor) {
+        f32 all[K];
+#pragma unroll
+        for (i32 i = 0; i < K; i += 4) {
+            const float4 v = *reinterpret_cast<const float4*>(s.terms + i);
+            all[i] = v.x;
+            all[i + 1] = v.y;
+            all[i + 2] = v.z;
+            all[i + 3] = v.w;
+        }
+        if (w.here) ids[w.slot] = static_cast<i32>(w.id);
+        const f32 weight = weight_of(w.term, sum_terms<K>(all), renormalize, factor);
+        if (w.here) weights[w.slot] = weight;
     }
 
 private:
     // Inverse of key_of.
     static __device__ __forceinline__ f32 value_of(u32 key) {
         return __uint_as_float((key & 0x80000000u) ? key ^ 0x80000000u : ~key);
-    }
-
-    static __device__ __forceinline__ bool fits(const Scratch& s) {
-        bool ok = true;
-#pragma unroll
-        for (i32 q = 0; q < kQuad; ++q) ok &= s.counts[q] <= kRegion;
-        return ok;
     }
 
     // Floats compare like signed integers unless both are negative; then the integer maximum is the float minimum. Any
@@ -149,13 +173,20 @@ private:
             top[j] = ptx::warp_max(__float_as_int(rank[j]));
             all |= top[j];
         }
-        if (all < 0) {
-#pragma unroll
-            for (i32 j = 0; j < ITEMS; ++j)
-                if (top[j] < 0) top[j] = ptx::warp_min(__float_as_int(rank[j]));
-        }
 #pragma unroll
         for (i32 j = ITEMS; j < SLOTS; ++j) top[j] = 0x7fffffff;
+        store_bounds(s, top, q);
+        if (all < 0) {
+#pragma unroll
+            for (i32 j = 0; j < ITEMS; ++j) {
+                const i32 lowest = ptx::warp_min(__float_as_int(rank[j]));
+                if (top[j] < 0) top[j] = lowest;
+            }
+            store_bounds(s, top, q);
+        }
+    }
+
+    static __device__ __forceinline__ void store_bounds(Scratch& s, const i32 (&top)[SLOTS], u32 q) {
         if (ptx::lane_id() == 0) {
             int4* to = reinterpret_cast<int4*>(s.bounds + q * SLOTS);
 #pragma unroll
@@ -181,58 +212,54 @@ private:
         return ptx::warp_max(count >= K - 1 && own > -2147483648.0f ? key_of(own) : kNanKey);
     }
 
-    static __device__ __forceinline__ void compact(Scratch& s, const f32 (&rank)[ITEMS], const f32 (&score)[ITEMS],
-                                                   f32 floor, u32 q) {
-        const u32 below = ptx::lanes_below();
-        const u32 expert = first_expert(q);
+    static __device__ __forceinline__ void list(Scratch& s, const f32 (&rank)[ITEMS], const f32 (&score)[ITEMS],
+                                                f32 floor, u32 q) {
         u32 count = 0;
 #pragma unroll
-        for (i32 j = 0; j < ITEMS; ++j) {
-            const bool in = rank[j] >= floor;
-            const u32 mask = __ballot_sync(kFullWarp, in);
-            const u32 at = count + __popc(mask & below);
-            if (in && at < kRegion) s.candidates[q][at] = {rank[j], score[j], expert + j * kWarp, 0};
-            count += __popc(mask);
-        }
-        if (ptx::lane_id() == 0) s.counts[q] = static_cast<u8>(smaller<u32>(count, kRegion + 1));
-    }
-
-    // Where candidate `i` of all lies in the regions. `prefix` as in finish().
-    static __device__ __forceinline__ u32 locate(u32 prefix, u32 i) {
-        u32 at = i;
+        for (i32 j = 0; j < ITEMS; ++j) count += rank[j] >= floor;
+        if (count == 0) return;
+        const u32 expert = first_expert(q);
+        u32 at = ptx::shared_fetch_add(ptx::shared_address(&s.total), count);
 #pragma unroll
-        for (i32 q = 1; q < kQuad; ++q) {
-            const u32 before = (prefix >> (8 * (q - 1))) & 0xffu;
-            if (i >= before) at = q * kRegion + i - before;
+        for (i32 j = 0; j < ITEMS; ++j) {
+            if (rank[j] >= floor && at < kCandidates) {
+                s.candidates[at] = {rank[j], expert + j * kWarp};
+                s.scores[at] = score[j];
+                ++at;
+            }
         }
-        return at;
     }
 
-    // Candidates i and (S = 2) i + 32 belong to lane i. Writes the winners to s.terms and s.ids.
+    // Candidates i and (S = 2) i + 32 belong to lane i.
     template <i32 S>
-    static __device__ __forceinline__ void rank_candidates(Scratch& s, u32 prefix) {
+    static __device__ __forceinline__ Winner rank_candidates(Scratch& s, u32 total) {
         const u32 lane = ptx::lane_id();
-        const u32 total = prefix >> 24;
         Candidate c[S];
+        f32 score[S];
         f32 minus_own[S];
         f32 above[S][4];
+        u32 lower[S][S];  // candidates with lower ids, as masks of lanes
 #pragma unroll
         for (i32 h = 0; h < S; ++h) {
-            const u32 i = lane + 32 * h;
-            c[h] = {kLowest, 0.0f, 0, 0};
-            if (i < total) c[h] = (&s.candidates[0][0])[locate(prefix, i)];
+            c[h] = s.candidates[lane + 32 * h];
+            score[h] = s.scores[lane + 32 * h];
             minus_own[h] = -c[h].rank * kStep;
 #pragma unroll
             for (i32 a = 0; a < 4; ++a) above[h][a] = 0.0f;
+#pragma unroll
+            for (i32 g = 0; g < S; ++g) lower[h][g] = 0;
         }
 #pragma unroll
         for (i32 i = 0; i < 32 * S; i += 8) {
             if (i < K || i < total) {
 #pragma unroll
                 for (i32 j = 0; j < 8; ++j) {
-                    const f32 other = __shfl_sync(kFullWarp, c[(i + j) / 32].rank, (i + j) % 32);
+                    const Candidate other = s.candidates[i + j];
 #pragma unroll
-                    for (i32 h = 0; h < S; ++h) above[h][j % 4] += ptx::fma_saturate(other, kStep, minus_own[h]);
+                    for (i32 h = 0; h < S; ++h) {
+                        above[h][j % 4] += ptx::fma_saturate(other.rank, kStep, minus_own[h]);
+                        if (other.id < c[h].id) lower[h][i / 32] |= 1u << ((i + j) % 32);
+                    }
                 }
             }
         }
@@ -246,26 +273,32 @@ private:
             mask[h] = __ballot_sync(kFullWarp, wins[h]);
             winners += __popc(mask[h]);
         }
-        if (winners != K) settle<S>(c, wins, mask, total);
-        u32 slot = __popc(mask[0] & ptx::lanes_below());
+        if (winners != K) settle<S>(s, c, wins, mask, total);
+        Winner w{false, 0, 0, 0.0f};
 #pragma unroll
         for (i32 h = 0; h < S; ++h) {
-            if (h > 0) slot = __popc(mask[0]) + __popc(mask[h] & ptx::lanes_below());
+            u32 slot = 0;
+#pragma unroll
+            for (i32 g = 0; g < S; ++g) slot += __popc(mask[g] & lower[h][g]);
             if (wins[h]) {
-                s.terms[slot] = c[h].score;
+                s.terms[slot] = score[h];
                 s.ids[slot] = static_cast<u16>(c[h].id);
+                w = {true, slot, c[h].id, score[h]};
             }
         }
+        __syncwarp();
+        return w;
     }
 
     // Out of line: it is rare, and its code would only spread the common path.
-    static __device__ __noinline__ void rank_many(Scratch& s, u32 prefix) {
-        rank_candidates<2>(s, prefix);
+    static __device__ __noinline__ void rank_many(Scratch& s, u32 total) {
+        rank_candidates<2>(s, total);
     }
 
-    // More than K candidates seem to win: order them by key and, where keys are equal, by position. Rare.
+    // More than K candidates seem to win: order them by key, then id. Rare.
     template <i32 S>
-    static __device__ __forceinline__ void settle(const Candidate (&c)[S], bool (&wins)[S], u32 (&mask)[S], u32 total) {
+    static __device__ __forceinline__ void settle(const Scratch& s, const Candidate (&c)[S], bool (&wins)[S],
+                                                  u32 (&mask)[S], u32 total) {
         u64 own[S];
         i32 above[S];
 #pragma unroll
@@ -275,11 +308,7 @@ private:
         }
 #pragma unroll 1
         for (u32 i = 0; i < total; ++i) {
-            u64 other = __shfl_sync(kFullWarp, own[0], i % 32);
-            if (S > 1) {
-                const u64 upper = __shfl_sync(kFullWarp, own[S - 1], i % 32);
-                if (i >= 32) other = upper;
-            }
+            const u64 other = order_of(key_of(s.candidates[i].rank), s.candidates[i].id);
 #pragma unroll
             for (i32 h = 0; h < S; ++h) above[h] += other > own[h];
         }
@@ -326,45 +355,5 @@ private:
         return ptx::warp_sum(reach);
     }
 };
-
-// Writes one row's weights and ids from the finishing warp, when its winners are in `s`.
-template <i32 E, i32 K>
-__device__ __forceinline__ void write_row(const RowScratch<E, K>& s, bool live, f32* weights, i32* ids, i32 renormalize,
-                                          f32 factor) {
-    f32 all[K];
-#pragma unroll
-    for (i32 i = 0; i < K; i += 4) {
-        const float4 v = *reinterpret_cast<const float4*>(s.terms + i);
-        all[i] = v.x;
-        all[i + 1] = v.y;
-        all[i + 2] = v.z;
-        all[i + 3] = v.w;
-    }
-    const u32 lane = ptx::lane_id();
-    const bool writes = live && lane < K;
-    const u32 own = lane % K;
-    if (writes) ids[lane] = s.ids[own];
-    const f32 weight = weight_of(s.terms[own], sum_terms<K>(all), renormalize, factor);
-    if (writes) weights[lane] = weight;
-}
-
-// Rehearsal. A kernel that runs once on a cold chip spends more time waiting for its own instructions than for anything
-// else, so spare warps run the steps ahead of the row's warps, each one step on made-up data in a scratch of its own,
-// while the logits are on their way. `step` is the step that the warp is about to rehearse; the data make it take the
-// usual path.
-template <typename Selection>
-__device__ __forceinline__ void make_up(typename Selection::Scratch& s, typename Selection::State& state) {
-    const u32 lane = ptx::lane_id();
-    const f32 value = static_cast<f32>(lane);
-    s.bounds[lane] = value;
-#pragma unroll
-    for (i32 q = 0; q < kQuad; ++q) s.candidates[q][lane] = {value + q * 32, value, lane, 0};
-    if (lane < Selection::K) s.terms[lane] = 1.0f;
-    if (lane < kQuad) s.counts[lane] = 8;
-#pragma unroll
-    for (i32 j = 0; j < Selection::ITEMS; ++j) state.rank[j] = state.score[j] = value;
-    state.floor_key = 1;
-    __syncwarp();
-}
 
 }  // namespace fused_router

@@ -19,13 +19,12 @@ struct SingleConfig {
     static constexpr i32 K = K_;
     using Logit = Logit_;
     static constexpr i32 BLOCK_M = BLOCK_M_;  // 0: known at run time
-    static constexpr i32 HELPERS = larger(E / 128, kQuad);  // warps; a helper thread serves 4 experts
+    static constexpr i32 HELPERS = E / 128;   // warps; a helper thread serves 4 experts
     static constexpr i32 THREADS = (kQuad + HELPERS) * kWarp;
     using Selection = Select<E, K, Logit>;
 
     struct Shared {
         typename Selection::Scratch row;
-        typename Selection::Scratch rehearsal[kQuad];
     };
 };
 
@@ -52,9 +51,9 @@ struct Single {
 
     static __device__ __forceinline__ void run(const SingleArguments& a, Shared& s) {
         const u32 warp = threadIdx.x / kWarp;
-        if (warp < 2 * kQuad) select(a, s, warp);
-        if (warp < kQuad) return;
-        if (a.expert_map == nullptr) {
+        if (warp < kQuad) {
+            select(a, s, warp);
+        } else if (a.expert_map == nullptr) {
             help(a, s, warp - kQuad);
         } else {
             help_mapped(a, s, warp - kQuad);
@@ -62,47 +61,18 @@ struct Single {
     }
 
 private:
-    // Warps 0-3 select, and warp 0 finishes; warp 4 + i rehearses step i.
+    // By warps 0 to 3; warp 0 finishes.
     static __device__ __forceinline__ void select(const SingleArguments& a, Shared& s, u32 warp) {
         const auto* logits = static_cast<const typename C::Logit*>(a.logits);
-        const bool live = warp < kQuad;
-        typename Selection::Row x = {};
-        typename Selection::Row bias = {};
-        typename Selection::State state;
-        if (live) {
-            x = Selection::load(logits, warp);
-            bias = Selection::load_bias(a.bias, warp);
-        }
-        auto& row = live ? s.row : s.rehearsal[warp - kQuad];
-        const u32 first = live ? 0 : warp - kQuad;
-        const u32 last = live ? (warp == 0 ? 3 : 1) : first;
-        const u32 barrier = live ? 1 : 4 + first;
-        const u32 threads = live ? kQuad * kWarp : kWarp;
-        if (live) {
-            Selection::prepare(row, threadIdx.x);
-        } else {
-            make_up<Selection>(row, state);
-        }
-        switch (first) {
-            case 0:
-                Selection::bound(row, x, bias, warp % kQuad, state);
-                ptx::barrier_sync_aligned(barrier, threads);
-                if (last == 0) break;
-                [[fallthrough]];
-            case 1:
-                Selection::gather(row, warp % kQuad, state);
-                ptx::barrier_sync_aligned(barrier, threads);
-                if (last == 1) break;
-                [[fallthrough]];
-            case 2:
-                Selection::finish(row, logits, a.bias, state.floor_key != kNanKey);
-                if (last == 2) break;
-                ptx::barrier_arrive_aligned(kSelected, kSelectedThreads);
-                if (a.expert_map == nullptr && ptx::lane_id() < K) a.plan.expert_ids[ptx::lane_id()] = row.ids[ptx::lane_id()];
-                [[fallthrough]];
-            default:
-                write_row(row, live, a.weights, a.ids, a.renormalize, a.factor);
-        }
+        const auto x = Selection::load(logits, warp);
+        const auto bias = Selection::load_bias(a.bias, warp);
+        Selection::prepare(s.row, threadIdx.x);
+        const bool has_floor = Selection::gather(s.row, x, bias, warp, 1);
+        if (warp != 0) return;
+        const Winner w = Selection::finish(s.row, logits, a.bias, has_floor);
+        ptx::barrier_arrive_aligned(kSelected, kSelectedThreads);
+        Selection::write(s.row, w, a.weights, a.ids, a.renormalize, a.factor);
+        if (a.expert_map == nullptr && w.here) a.plan.expert_ids[w.slot] = static_cast<i32>(w.id);
     }
 
     static __device__ __forceinline__ i32 block_m(const SingleArguments& a) {
@@ -123,29 +93,19 @@ private:
         const u32 lane = ptx::lane_id();
         const u32 thread = helper * kWarp + lane;
         const i32 bm = block_m(a);
-        if (helper < C::E / 128) {
-            reinterpret_cast<int4*>(a.plan.expert_counts)[thread] = make_int4(0, 0, 0, 0);
-            reinterpret_cast<int4*>(a.plan.expert_scatter_offsets)[thread] = make_int4(0, 0, 0, 0);
-        }
+        reinterpret_cast<int4*>(a.plan.expert_counts)[thread] = make_int4(0, 0, 0, 0);
+        reinterpret_cast<int4*>(a.plan.expert_scatter_offsets)[thread] = make_int4(0, 0, 0, 0);
         write_slots(a, thread);
         if (thread == 0) {
             a.plan.num_tokens_post_padded[0] = K * bm;
             a.plan.expert_offsets[C::E] = K * bm;
         }
-        // Once without winners, to have the instructions here; once in earnest.
-#pragma unroll 1
-        for (u32 pass = 0; pass < 2; ++pass) {
-            u32 id = lane * 8;
-            if (pass > 0) {
-                ptx::barrier_sync_aligned(kSelected, kSelectedThreads);
-                id = lane < K ? s.row.ids[lane] : kNotLocal;
-            }
-            write_offsets(a, id, helper, pass > 0 && helper < C::E / 128);
-        }
+        ptx::barrier_sync_aligned(kSelected, kSelectedThreads);
+        write_offsets(a, lane < K ? s.row.ids[lane] : kNotLocal, helper);
     }
 
     // Offsets of 128 experts from the winners, lane i < K having winner i, and the ones among their counts.
-    static __device__ __forceinline__ void write_offsets(const SingleArguments& a, u32 id, u32 helper, bool live) {
+    static __device__ __forceinline__ void write_offsets(const SingleArguments& a, u32 id, u32 helper) {
         const u32 lane = ptx::lane_id();
         const u32 thread = helper * kWarp + lane;
         const i32 bm = block_m(a);
@@ -165,13 +125,13 @@ private:
         }
         const u32 first = lane % 8 * 4;
         before += __popc(word & ((1u << first) - 1));
-        const u32 mine = live ? word >> first : 0;
+        const u32 mine = word >> first;
         int4 offsets;
         offsets.x = before * bm;
         offsets.y = offsets.x + (mine & 1 ? bm : 0);
         offsets.z = offsets.y + (mine & 2 ? bm : 0);
         offsets.w = offsets.z + (mine & 4 ? bm : 0);
-        if (live) reinterpret_cast<int4*>(a.plan.expert_offsets)[thread] = offsets;
+        reinterpret_cast<int4*>(a.plan.expert_offsets)[thread] = offsets;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             if (mine >> i & 1) {

@@ -9,6 +9,13 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+// Adds to shared memory and returns the old value, lane by lane: the compiler may not merge the lanes first.
+__device__ __forceinline__ u32 shared_fetch_add(u32 address, u32 value) {
+    u32 old;
+    asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(address), "r"(value) : "memory");
+    return old;
+}
+
 // Address, in the cluster's window, of the same shared location in CTA `rank`.
 __device__ __forceinline__ u32 map_shared(u32 address, u32 rank) {
     u32 remote;

@@ -49,6 +49,20 @@ def test_check_is_silent_about_an_equal_manifest_and_lists_what_differs(tree: Pa
     assert all("closure" in difference["what"] for difference in found["differences"])
 
 
+def test_a_locked_build_names_what_differs_and_publishes_nothing(tmp_path: Path) -> None:
+    root = toytree.write(tmp_path)
+    assert "nothing is recorded" in chord("build", "--locked", "--root", root, code=1)
+    assert not (root / "manifest.json").exists()
+    chord("build", "--root", root)
+    before = (root / "manifest.json").read_bytes()
+    chord("build", "--locked", "--root", root)
+    toytree.edit(root, "templates/toy/single.cu.j2", "+ {{ num_tokens }}", "- {{ num_tokens }}")
+    refused = chord("build", "--locked", "--root", root, code=1)
+    assert refused.count("is recorded, the sources give") == 2 * 2 * len(toytree.ARCHS)
+    assert "toy.single.w128.l4.f32.t2.bm8 for sm_103a" in refused
+    assert (root / "manifest.json").read_bytes() == before
+
+
 def test_ls_names_every_program_once(tree: Path) -> None:
     listed = json.loads(chord("ls", "--registry", tree, "--json"))
     assert len(listed) == toytree.PROGRAMS
