@@ -4,7 +4,8 @@
     (replaced)
     <!-- end of figures -->
 
-Regions: `router <scenario>` (table and plot of a router scenario), `host` (the host suite's table).
+Regions: `router <scenario>` (table and plot of a router scenario), `host` (the host suite's table), `arms` (which token
+counts run which router arm, from the manifest).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from chord.bench.plot import log_log, router_series
 from chord.bench.report import host_table, router_table, setting
 from chord.bench.results import Results, read
+from chord.registry import Registry
 
 RECORDED = "flashinfer"
 """Ends the name of the file with figures of a peer that cannot run here; SGLang was measured beside it."""
@@ -43,12 +45,14 @@ def update(document: Path, folder: Path) -> bool:
 
 def _content(region: str, document: Path, folder: Path) -> str:
     kind, _, scenario = region.partition(" ")
+    if region == "arms":
+        return arms_table(Registry.open())
     if kind == "host":
         results = latest(folder, "host")
         return f"{setting(results)}\n\n{host_table(results)}"
     if kind == "router" and scenario:
         return _router(scenario, document, folder)
-    raise ValueError(f"{document}: unknown figures {region!r}, expected `host` or `router <scenario>`")
+    raise ValueError(f"{document}: unknown figures {region!r}, expected `arms`, `host` or `router <scenario>`")
 
 
 def _router(scenario: str, document: Path, folder: Path) -> str:
@@ -60,3 +64,30 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
     title = f"Router {scenario}, block_m {PLOTTED_BLOCK_M}, {results.gpu}, cold L2"
     drawing.write_text(log_log(series, title), encoding="utf-8")
     return f"{setting(results)}\n\n{table}\n![{title}]({drawing.name})\n"
+
+
+def arms_table(registry: Registry) -> str:
+    """Which token counts run which arm for Kimi K3, float32, block_m 8, on sm_90a: one row per route, in order."""
+    operator = registry.manifest.operators["fused_router"]
+    rows = []
+    for route in registry.coverage("fused_router", "sm_90a"):
+        where = route.where
+        (first, last), (_, block_m) = _interval(where["num_tokens"]), _interval(where["block_m"])
+        if (where["num_experts"], where["logits"], block_m) == (896, "f32", PLOTTED_BLOCK_M):
+            arm = operator.programs[route.program].arm
+            rows.append(
+                (
+                    first,
+                    f"| {first if first == last else f'{first} to {last}'} | `{arm}` | {operator.arms[arm].summary} |",
+                )
+            )
+    header = "| tokens | arm | how |\n|---:|---|---|\n"
+    return f"{header}{chr(10).join(line for _, line in sorted(rows))}\n\n{operator.notes.get('sm_90a', '')}\n"
+
+
+def _interval(side: object) -> tuple[int, int]:
+    if isinstance(side, tuple):
+        return side
+    if isinstance(side, int):
+        return side, side
+    raise TypeError(f"expected a range or a number, got {side!r}")

@@ -4,7 +4,7 @@
 //
 // 1. Bound of a group = the largest rank value of 32 consecutive experts. All bounds go to shared memory; barrier.
 // 2. Floor = the largest bound that at least K bounds reach. They are K different experts, so no winner is below it.
-// 3. Candidates = experts at or above the floor (896 experts of random rows: mean 23, over 32 in 1 % of rows). A lane
+// 3. Candidates = experts at or above the floor (896 experts of random rows: mean 23, over 32 in 1 % of rows). A warp
 //    takes places in one dense list with a shared atomic: their order is arbitrary and nothing depends on it. Barrier.
 // 4. The finishing warp ranks up to 32 (or 64) candidates against each other; more (ties, NaN rows) take select_exact.
 //
@@ -17,7 +17,7 @@
 #include "fused_router/score.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
-#include "ptx/special.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
 namespace fused_router {
@@ -28,26 +28,22 @@ constexpr f32 kLowest = -3.402823466e38f;                // ranks below every ca
 constexpr i32 kCandidates = 64;                          // places of the list
 constexpr u32 kNoExpert = 0xffffu;                       // in a place without a candidate
 
-struct alignas(8) Candidate {
-    f32 rank;
-    u32 id;
-};
-
-// Shared memory of one row in flight.
+// Shared memory of one row in flight, reached by its 32-bit address.
 template <i32 E, i32 K>
-struct alignas(16) RowScratch {
-    f32 bounds[32];
-    union {
-        struct {
-            Candidate candidates[kCandidates];
-            f32 scores[kCandidates];
-        };
-        u32 keys[E];  // select_exact only
-    };
-    f32 terms[K];  // weight terms of the winners, ascending id
-    u16 ids[K];    // their experts
-    u32 total;     // candidates; may exceed the places
-    u32 unused[3];
+struct RowScratch {
+    static constexpr u32 kBounds = 0;                                 // 32 floats
+    static constexpr u32 kList = kBounds + 32 * 4;                    // candidates: rank value and id
+    static constexpr u32 kScores = kList + kCandidates * 8;           // their scores
+    static constexpr u32 kTerms = kScores + kCandidates * 4;          // K floats: the winners' weight terms, ascending id
+    static constexpr u32 kIds = kTerms + K * 4;                       // K x 2 bytes: their experts
+    static constexpr u32 kTotal = kIds + K * 2;                       // number of candidates; may exceed the places
+    static constexpr u32 kKeys = round_up<u32>(kTotal + 4, 16);       // E keys, of select_exact only
+    static constexpr u32 kBytes = round_up<u32>(kKeys + E * 4, 16);
+    uint4 memory[kBytes / 16];
+
+    __device__ __forceinline__ u32 address() const {
+        return ptx::shared_address(memory);
+    }
 };
 
 // A winner that a lane of the finishing warp holds, if any.
@@ -73,83 +69,84 @@ struct Select {
         f32 x[ITEMS];
     };
 
-    static __device__ __forceinline__ u32 first_expert(u32 q) {
-        return q * (ITEMS * kWarp) + ptx::lane_id();
-    }
-
-    static __device__ __forceinline__ Row load(const Logit* row, u32 q) {
+    static __device__ __forceinline__ Row load(const Logit* row, u32 q, u32 lane) {
         Row v;
-        const Logit* at = row + first_expert(q);
+        const Logit* at = row + q * (ITEMS * kWarp) + lane;
 #pragma unroll
         for (i32 j = 0; j < ITEMS; ++j) v.x[j] = load_logit(at + j * kWarp);
         return v;
     }
 
-    static __device__ __forceinline__ Row load_bias(const f32* bias, u32 q) {
+    static __device__ __forceinline__ Row load_bias(const f32* bias, u32 q, u32 lane) {
         Row v;
-        const f32* at = bias + first_expert(q);
+        const f32* at = bias + q * (ITEMS * kWarp) + lane;
 #pragma unroll
         for (i32 j = 0; j < ITEMS; ++j) v.x[j] = __ldg(at + j * kWarp);
         return v;
     }
 
-    // Once per scratch, before the first row. Bounds that no warp publishes are NaN, which is never counted.
-    static __device__ __forceinline__ void prepare(Scratch& s, u32 thread) {
-        if (thread >= kQuad * SLOTS && thread < 32) s.bounds[thread] = __uint_as_float(0x7fffffffu);
-        if (thread < kCandidates) s.candidates[thread] = {kLowest, kNoExpert};
-        if (thread == 0) s.total = 0;
+    // Once per scratch, before the first row, by warp 0 of the four. Bounds that no warp publishes are NaN, which is never
+    // counted.
+    static __device__ __forceinline__ void prepare(u32 s, u32 lane) {
+        ptx::store_shared_if(lane >= kQuad * SLOTS, s + Scratch::kBounds + lane * 4, 0x7fffffffu);
+        reset(s, lane);
     }
 
-    // Steps 1 to 3, by all four warps. Returns false if there is no floor: then only select_exact can help.
-    static __device__ __forceinline__ bool gather(Scratch& s, const Row& x, const Row& bias, u32 q, u32 barrier) {
+    // After a row, by the finishing warp: an empty list, with pads that rank below everything.
+    static __device__ __forceinline__ void reset(u32 s, u32 lane) {
+        ptx::store_shared_if(true, s + Scratch::kList + lane * 16,
+                             make_uint4(__float_as_uint(kLowest), kNoExpert, __float_as_uint(kLowest), kNoExpert));
+        ptx::store_shared_if(lane == 0, s + Scratch::kTotal, 0u);
+    }
+
+    // What a warp carries from one step to the next.
+    struct State {
         f32 score[ITEMS];
         f32 rank[ITEMS];
+        u32 floor_key;  // kNanKey: there is no floor, only select_exact can help
+    };
+
+    // Step 1, by all four warps; a barrier of the four follows.
+    static __device__ __forceinline__ void bound(u32 s, const Row& x, const Row& bias, u32 q, u32 lane, State& state) {
 #pragma unroll
         for (i32 j = 0; j < ITEMS; ++j) {
-            score[j] = score_of(x.x[j]);
-            rank[j] = rank_of(score[j], bias.x[j]);
+            state.score[j] = score_of(x.x[j]);
+            state.rank[j] = rank_of(state.score[j], bias.x[j]);
         }
-        publish_bounds(s, rank, q);
-        ptx::barrier_sync_aligned(barrier, kQuad * kWarp);
-        const u32 floor_key = find_floor(s);
-        if (floor_key != kNanKey) list(s, rank, score, value_of(floor_key), q);
-        ptx::barrier_sync_aligned(barrier, kQuad * kWarp);
-        return floor_key != kNanKey;
+        publish_bounds(s, state.rank, q, lane);
+    }
+
+    // Steps 2 and 3, by all four warps; a barrier of the four follows.
+    static __device__ __forceinline__ void pick(u32 s, u32 q, u32 lane, State& state) {
+        state.floor_key = find_floor(s, lane);
+        if (state.floor_key != kNanKey) list(s, state.rank, state.score, value_of(state.floor_key), q, lane);
     }
 
     // Step 4, by the finishing warp. The winners are in s.ids and s.terms, and each in one lane.
-    static __device__ __forceinline__ Winner finish(Scratch& s, const Logit* row, const f32* bias, bool has_floor) {
-        const u32 total = s.total;
-        Winner w;
-        if (has_floor && total <= 32) {
-            w = rank_candidates<1>(s, total);
+    static __device__ __forceinline__ Winner finish(u32 s, const Logit* row, const f32* bias, bool has_floor, u32 lane) {
+        const u32 total = ptx::load_shared(s + Scratch::kTotal);
+        if (has_floor && total <= 32) return rank_candidates<1>(s, total, lane);
+        if (has_floor && total <= kCandidates) {
+            rank_many(s, total, lane);
         } else {
-            if (has_floor && total <= kCandidates) {
-                rank_many(s, total);
-            } else {
-                select_exact(s, row, bias);
-            }
-            __syncwarp();
-            const u32 lane = ptx::lane_id() % K;
-            w = {ptx::lane_id() < K, lane, s.ids[lane], s.terms[lane]};
+            select_exact(s, row, bias, lane);
         }
-        __syncwarp();
-        for (u32 i = ptx::lane_id(); i < kCandidates; i += kWarp) s.candidates[i] = {kLowest, kNoExpert};
-        if (ptx::lane_id() == 0) s.total = 0;
-        return w;
+        const u32 slot = lane % K;
+        return {lane < K, slot, ptx::load_shared_u16(s + Scratch::kIds + slot * 2),
+                __uint_as_float(ptx::load_shared(s + Scratch::kTerms + slot * 4))};
     }
 
     // Writes the row's weights and ids, by the finishing warp.
-    static __device__ __forceinline__ void write(const Scratch& s, const Winner& w, f32* weights, i32* ids,
-                                                 i32 renormalize, f32 factor) {
+    static __device__ __forceinline__ void write(u32 s, const Winner& w, f32* weights, i32* ids, i32 renormalize,
+                                                 f32 factor) {
         f32 all[K];
 #pragma unroll
         for (i32 i = 0; i < K; i += 4) {
-            const float4 v = *reinterpret_cast<const float4*>(s.terms + i);
-            all[i] = v.x;
-            all[i + 1] = v.y;
-            all[i + 2] = v.z;
-            all[i + 3] = v.w;
+            const uint4 v = ptx::load_shared_v4(s + Scratch::kTerms + i * 4);
+            all[i] = __uint_as_float(v.x);
+            all[i + 1] = __uint_as_float(v.y);
+            all[i + 2] = __uint_as_float(v.z);
+            all[i + 3] = __uint_as_float(v.w);
         }
         if (w.here) ids[w.slot] = static_cast<i32>(w.id);
         const f32 weight = weight_of(w.term, sum_terms<K>(all), renormalize, factor);
@@ -165,7 +162,7 @@ private:
     // Floats compare like signed integers unless both are negative; then the integer maximum is the float minimum. Any
     // member of a group is a valid bound, so this only decides how good the bound is; a positive NaN becomes a NaN bound,
     // which counts for nothing.
-    static __device__ __forceinline__ void publish_bounds(Scratch& s, const f32 (&rank)[ITEMS], u32 q) {
+    static __device__ __forceinline__ void publish_bounds(u32 s, const f32 (&rank)[ITEMS], u32 q, u32 lane) {
         i32 top[SLOTS];
         i32 all = 0;
 #pragma unroll
@@ -175,65 +172,70 @@ private:
         }
 #pragma unroll
         for (i32 j = ITEMS; j < SLOTS; ++j) top[j] = 0x7fffffff;
-        store_bounds(s, top, q);
         if (all < 0) {
 #pragma unroll
             for (i32 j = 0; j < ITEMS; ++j) {
                 const i32 lowest = ptx::warp_min(__float_as_int(rank[j]));
                 if (top[j] < 0) top[j] = lowest;
             }
-            store_bounds(s, top, q);
         }
-    }
-
-    static __device__ __forceinline__ void store_bounds(Scratch& s, const i32 (&top)[SLOTS], u32 q) {
-        if (ptx::lane_id() == 0) {
-            int4* to = reinterpret_cast<int4*>(s.bounds + q * SLOTS);
 #pragma unroll
-            for (i32 j = 0; j < SLOTS; j += 4) to[j / 4] = make_int4(top[j], top[j + 1], top[j + 2], top[j + 3]);
-        }
+        for (i32 j = 0; j < SLOTS; j += 4)
+            ptx::store_shared_if(lane == 0, s + Scratch::kBounds + (q * SLOTS + j) * 4,
+                                 make_uint4(top[j], top[j + 1], top[j + 2], top[j + 3]));
     }
 
     // Key of the largest bound above which at least K - 1 others lie, or kNanKey if there is none.
-    static __device__ __forceinline__ u32 find_floor(const Scratch& s) {
-        const f32 own = s.bounds[ptx::lane_id()];
+    static __device__ __forceinline__ u32 find_floor(u32 s, u32 lane) {
+        const f32 own = __uint_as_float(ptx::load_shared(s + Scratch::kBounds + lane * 4));
         const f32 minus_own = -own * kStep;
         f32 above[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (i32 i = 0; i < kQuad * SLOTS; i += 4) {
-            const float4 b = *reinterpret_cast<const float4*>(s.bounds + i);
-            const f32 other[4] = {b.x, b.y, b.z, b.w};
+            const uint4 b = ptx::load_shared_v4(s + Scratch::kBounds + i * 4);
+            const u32 other[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
             for (i32 j = 0; j < 4; ++j)
-                if ((i + j) % SLOTS < ITEMS) above[j] += ptx::fma_saturate(other[j], kStep, minus_own);
+                if ((i + j) % SLOTS < ITEMS) above[j] += ptx::fma_saturate(__uint_as_float(other[j]), kStep, minus_own);
         }
         const f32 count = (above[0] + above[1]) + (above[2] + above[3]);
         // Below -2^31 `minus_own` may overflow to +inf, which would count everything.
         return ptx::warp_max(count >= K - 1 && own > -2147483648.0f ? key_of(own) : kNanKey);
     }
 
-    static __device__ __forceinline__ void list(Scratch& s, const f32 (&rank)[ITEMS], const f32 (&score)[ITEMS],
-                                                f32 floor, u32 q) {
+    static __device__ __forceinline__ void list(u32 s, const f32 (&rank)[ITEMS], const f32 (&score)[ITEMS], f32 floor,
+                                                u32 q, u32 lane) {
+        static_assert(ITEMS < 8, "a lane's count has three bits");
         u32 count = 0;
 #pragma unroll
         for (i32 j = 0; j < ITEMS; ++j) count += rank[j] >= floor;
-        if (count == 0) return;
-        const u32 expert = first_expert(q);
-        u32 at = ptx::shared_fetch_add(ptx::shared_address(&s.total), count);
+        // Places before this lane's: its warp's by ballots over the counts' bits, then one atomic by the last lane.
+        const u32 below = (1u << lane) - 1;
+        const u32 b0 = __ballot_sync(kFullWarp, count & 1);
+        const u32 b1 = __ballot_sync(kFullWarp, count & 2);
+        const u32 b2 = __ballot_sync(kFullWarp, count & 4);
+        u32 at = __popc(b0 & below) + 2 * __popc(b1 & below) + 4 * __popc(b2 & below);
+        u32 base = 0;
+        if (lane == kWarp - 1) base = ptx::shared_fetch_add(s + Scratch::kTotal, at + count);
+        at += __shfl_sync(kFullWarp, base, kWarp - 1);
+        const u32 expert = q * (ITEMS * kWarp) + lane;
 #pragma unroll
         for (i32 j = 0; j < ITEMS; ++j) {
-            if (rank[j] >= floor && at < kCandidates) {
-                s.candidates[at] = {rank[j], expert + j * kWarp};
-                s.scores[at] = score[j];
-                ++at;
-            }
+            const bool in = rank[j] >= floor && at < kCandidates;
+            ptx::store_shared_if(in, s + Scratch::kList + at * 8, __float_as_uint(rank[j]), expert + j * kWarp);
+            ptx::store_shared_if(in, s + Scratch::kScores + at * 4, __float_as_uint(score[j]));
+            at += in;
         }
     }
 
+    struct Candidate {
+        f32 rank;
+        u32 id;
+    };
+
     // Candidates i and (S = 2) i + 32 belong to lane i.
     template <i32 S>
-    static __device__ __forceinline__ Winner rank_candidates(Scratch& s, u32 total) {
-        const u32 lane = ptx::lane_id();
+    static __device__ __forceinline__ Winner rank_candidates(u32 s, u32 total, u32 lane) {
         Candidate c[S];
         f32 score[S];
         f32 minus_own[S];
@@ -241,8 +243,9 @@ private:
         u32 lower[S][S];  // candidates with lower ids, as masks of lanes
 #pragma unroll
         for (i32 h = 0; h < S; ++h) {
-            c[h] = s.candidates[lane + 32 * h];
-            score[h] = s.scores[lane + 32 * h];
+            const uint2 own = ptx::load_shared_v2(s + Scratch::kList + (lane + 32 * h) * 8);
+            c[h] = {__uint_as_float(own.x), own.y};
+            score[h] = __uint_as_float(ptx::load_shared(s + Scratch::kScores + (lane + 32 * h) * 4));
             minus_own[h] = -c[h].rank * kStep;
 #pragma unroll
             for (i32 a = 0; a < 4; ++a) above[h][a] = 0.0f;
@@ -253,12 +256,16 @@ private:
         for (i32 i = 0; i < 32 * S; i += 8) {
             if (i < K || i < total) {
 #pragma unroll
-                for (i32 j = 0; j < 8; ++j) {
-                    const Candidate other = s.candidates[i + j];
+                for (i32 j = 0; j < 8; j += 2) {
+                    const uint4 two = ptx::load_shared_v4(s + Scratch::kList + (i + j) * 8);
+                    const Candidate other[2] = {{__uint_as_float(two.x), two.y}, {__uint_as_float(two.z), two.w}};
 #pragma unroll
-                    for (i32 h = 0; h < S; ++h) {
-                        above[h][j % 4] += ptx::fma_saturate(other.rank, kStep, minus_own[h]);
-                        if (other.id < c[h].id) lower[h][i / 32] |= 1u << ((i + j) % 32);
+                    for (i32 k = 0; k < 2; ++k) {
+#pragma unroll
+                        for (i32 h = 0; h < S; ++h) {
+                            above[h][(j + k) % 4] += ptx::fma_saturate(other[k].rank, kStep, minus_own[h]);
+                            if (other[k].id < c[h].id) lower[h][i / 32] |= 1u << ((i + j + k) % 32);
+                        }
                     }
                 }
             }
@@ -273,32 +280,30 @@ private:
             mask[h] = __ballot_sync(kFullWarp, wins[h]);
             winners += __popc(mask[h]);
         }
-        if (winners != K) settle<S>(s, c, wins, mask, total);
+        if (winners != K) settle<S>(s, c, wins, mask, total, lane);
         Winner w{false, 0, 0, 0.0f};
 #pragma unroll
         for (i32 h = 0; h < S; ++h) {
             u32 slot = 0;
 #pragma unroll
             for (i32 g = 0; g < S; ++g) slot += __popc(mask[g] & lower[h][g]);
-            if (wins[h]) {
-                s.terms[slot] = score[h];
-                s.ids[slot] = static_cast<u16>(c[h].id);
-                w = {true, slot, c[h].id, score[h]};
-            }
+            ptx::store_shared_if(wins[h], s + Scratch::kTerms + slot * 4, __float_as_uint(score[h]));
+            ptx::store_shared_u16_if(wins[h], s + Scratch::kIds + slot * 2, c[h].id);
+            if (wins[h]) w = {true, slot, c[h].id, score[h]};
         }
         __syncwarp();
         return w;
     }
 
     // Out of line: it is rare, and its code would only spread the common path.
-    static __device__ __noinline__ void rank_many(Scratch& s, u32 total) {
-        rank_candidates<2>(s, total);
+    static __device__ __noinline__ void rank_many(u32 s, u32 total, u32 lane) {
+        rank_candidates<2>(s, total, lane);
     }
 
     // More than K candidates seem to win: order them by key, then id. Rare.
     template <i32 S>
-    static __device__ __forceinline__ void settle(const Scratch& s, const Candidate (&c)[S], bool (&wins)[S],
-                                                  u32 (&mask)[S], u32 total) {
+    static __device__ __forceinline__ void settle(u32 s, const Candidate (&c)[S], bool (&wins)[S], u32 (&mask)[S],
+                                                  u32 total, u32 lane) {
         u64 own[S];
         i32 above[S];
 #pragma unroll
@@ -308,52 +313,73 @@ private:
         }
 #pragma unroll 1
         for (u32 i = 0; i < total; ++i) {
-            const u64 other = order_of(key_of(s.candidates[i].rank), s.candidates[i].id);
+            const uint2 raw = ptx::load_shared_v2(s + Scratch::kList + i * 8);
+            const u64 other = order_of(key_of(__uint_as_float(raw.x)), raw.y);
 #pragma unroll
             for (i32 h = 0; h < S; ++h) above[h] += other > own[h];
         }
 #pragma unroll
         for (i32 h = 0; h < S; ++h) {
-            wins[h] = above[h] < K && ptx::lane_id() + 32 * h < total;
+            wins[h] = above[h] < K && lane + 32 * h < total;
             mask[h] = __ballot_sync(kFullWarp, wins[h]);
         }
     }
 
     // Any row, by one warp: bisects the K-th largest key bit by bit, then takes the lowest ids among its equals.
-    static __device__ __noinline__ void select_exact(Scratch& s, const Logit* row, const f32* bias) {
-        const u32 lane = ptx::lane_id();
+    static __device__ __noinline__ void select_exact(u32 s, const Logit* row, const f32* bias, u32 lane) {
 #pragma unroll 4
         for (u32 e = lane; e < E; e += kWarp)
-            s.keys[e] = key_of(rank_of(score_of(load_logit(row + e)), __ldg(bias + e)));
+            ptx::store_shared_if(true, s + Scratch::kKeys + e * 4,
+                                 key_of(rank_of(score_of(load_logit(row + e)), __ldg(bias + e))));
         u32 kth = 0;
 #pragma unroll 1
         for (u32 bit = 0x80000000u; bit != 0; bit >>= 1) {
-            if (count_reaching(s, kth | bit) >= K) kth |= bit;
+            if (count_reaching(s, kth | bit, lane) >= K) kth |= bit;
         }
-        u32 equals_left = K - (kth == 0xffffffffu ? 0 : count_reaching(s, kth + 1));
+        u32 equals_left = K - (kth == 0xffffffffu ? 0 : count_reaching(s, kth + 1, lane));
+        const u32 below = (1u << lane) - 1;
         u32 slot = 0;
 #pragma unroll 1
         for (u32 e = lane; e < E; e += kWarp) {
-            const u32 key = s.keys[e];
+            const u32 key = ptx::load_shared(s + Scratch::kKeys + e * 4);
             const u32 equal = __ballot_sync(kFullWarp, key == kth);
-            const bool wins = key > kth || (key == kth && __popc(equal & ptx::lanes_below()) < equals_left);
+            const bool wins = key > kth || (key == kth && __popc(equal & below) < equals_left);
             equals_left -= smaller<u32>(equals_left, __popc(equal));
             const u32 mask = __ballot_sync(kFullWarp, wins);
             if (wins) {
-                const u32 at = slot + __popc(mask & ptx::lanes_below());
-                s.terms[at] = weight_term(score_of(load_logit(row + e)), key);
-                s.ids[at] = static_cast<u16>(e);
+                const u32 at = slot + __popc(mask & below);
+                ptx::store_shared_if(true, s + Scratch::kTerms + at * 4,
+                                     __float_as_uint(weight_term(score_of(load_logit(row + e)), key)));
+                ptx::store_shared_u16_if(true, s + Scratch::kIds + at * 2, e);
             }
             slot += __popc(mask);
         }
+        __syncwarp();
     }
 
-    static __device__ __forceinline__ u32 count_reaching(const Scratch& s, u32 key) {
+    static __device__ __forceinline__ u32 count_reaching(u32 s, u32 key, u32 lane) {
         u32 reach = 0;
 #pragma unroll 7
-        for (u32 e = ptx::lane_id(); e < E; e += kWarp) reach += s.keys[e] >= key;
+        for (u32 e = lane; e < E; e += kWarp) reach += ptx::load_shared(s + Scratch::kKeys + e * 4) >= key;
         return ptx::warp_sum(reach);
     }
 };
+
+// Rehearsal. On a cold chip a short kernel waits longer for its own instructions and parameters than for anything else, so
+// spare warps run the steps ahead of the row's warps, each one step on made-up data in a scratch of its own, while the
+// logits are on their way. The data make a step take its usual path.
+template <typename Selection>
+__device__ __forceinline__ void make_up(u32 s, u32 lane, typename Selection::State& state) {
+    using Scratch = typename Selection::Scratch;
+    const u32 value = __float_as_uint(static_cast<f32>(lane));
+    ptx::store_shared_if(true, s + Scratch::kBounds + lane * 4, value);
+    ptx::store_shared_if(true, s + Scratch::kList + lane * 8, value, lane);
+    ptx::store_shared_if(lane < Selection::K, s + Scratch::kTerms + lane % Selection::K * 4, __float_as_uint(1.0f));
+    ptx::store_shared_if(lane == 0, s + Scratch::kTotal, 32u);
+#pragma unroll
+    for (i32 j = 0; j < Selection::ITEMS; ++j) state.rank[j] = state.score[j] = static_cast<f32>(lane) - 8 * j;
+    state.floor_key = 1;
+    __syncwarp();
+}
 
 }  // namespace fused_router

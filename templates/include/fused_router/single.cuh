@@ -19,12 +19,13 @@ struct SingleConfig {
     static constexpr i32 K = K_;
     using Logit = Logit_;
     static constexpr i32 BLOCK_M = BLOCK_M_;  // 0: known at run time
-    static constexpr i32 HELPERS = E / 128;   // warps; a helper thread serves 4 experts
+    static constexpr i32 HELPERS = larger(E / 128, kQuad);  // warps; a thread of the first E / 128 serves 4 experts
     static constexpr i32 THREADS = (kQuad + HELPERS) * kWarp;
     using Selection = Select<E, K, Logit>;
 
     struct Shared {
         typename Selection::Scratch row;
+        typename Selection::Scratch rehearsal[kQuad];
     };
 };
 
@@ -51,9 +52,9 @@ struct Single {
 
     static __device__ __forceinline__ void run(const SingleArguments& a, Shared& s) {
         const u32 warp = threadIdx.x / kWarp;
-        if (warp < kQuad) {
-            select(a, s, warp);
-        } else if (a.expert_map == nullptr) {
+        if (warp < 2 * kQuad) select(a, s, warp);
+        if (warp < kQuad) return;
+        if (a.expert_map == nullptr) {
             help(a, s, warp - kQuad);
         } else {
             help_mapped(a, s, warp - kQuad);
@@ -61,18 +62,54 @@ struct Single {
     }
 
 private:
-    // By warps 0 to 3; warp 0 finishes.
+    // Warps 0 to 3 select, and warp 0 finishes; warp 4 + i rehearses step i.
     static __device__ __forceinline__ void select(const SingleArguments& a, Shared& s, u32 warp) {
         const auto* logits = static_cast<const typename C::Logit*>(a.logits);
-        const auto x = Selection::load(logits, warp);
-        const auto bias = Selection::load_bias(a.bias, warp);
-        Selection::prepare(s.row, threadIdx.x);
-        const bool has_floor = Selection::gather(s.row, x, bias, warp, 1);
-        if (warp != 0) return;
-        const Winner w = Selection::finish(s.row, logits, a.bias, has_floor);
-        ptx::barrier_arrive_aligned(kSelected, kSelectedThreads);
-        Selection::write(s.row, w, a.weights, a.ids, a.renormalize, a.factor);
-        if (a.expert_map == nullptr && w.here) a.plan.expert_ids[w.slot] = static_cast<i32>(w.id);
+        const u32 lane = threadIdx.x % kWarp;
+        const bool live = warp < kQuad;
+        const u32 q = warp % kQuad;
+        typename Selection::Row x;
+        typename Selection::Row bias;
+        typename Selection::State state;
+        if (live) {
+            x = Selection::load(logits, q, lane);
+            bias = Selection::load_bias(a.bias, q, lane);
+        }
+        const u32 row = live ? s.row.address() : s.rehearsal[q].address();
+        const u32 first = live ? 0 : q;
+        const u32 barrier = live ? 1 : 4 + q;
+        const u32 threads = live ? kQuad * kWarp : kWarp;
+        if (!live) {
+            make_up<Selection>(row, lane, state);
+        } else if (warp == 0) {
+            Selection::prepare(row, lane);
+        }
+        Winner w{lane < K, lane % K, lane, 1.0f};
+        switch (first) {  // every step exists once: live warps fall through, a rehearsal leaves after its step
+            case 0:
+                Selection::bound(row, x, bias, q, lane, state);
+                ptx::barrier_sync_aligned(barrier, threads);
+                if (!live) break;
+                [[fallthrough]];
+            case 1:
+                Selection::pick(row, q, lane, state);
+                ptx::barrier_sync_aligned(barrier, threads);
+                if (!live || warp != 0) break;
+                [[fallthrough]];
+            case 2:
+                w = Selection::finish(row, logits, a.bias, state.floor_key != kNanKey, lane);
+                if (!live) break;
+                ptx::barrier_arrive_aligned(kSelected, kSelectedThreads);
+                [[fallthrough]];
+            default:
+                w.here = w.here && live;
+                Selection::write(row, w, a.weights, a.ids, a.renormalize, a.factor);
+                if (a.expert_map == nullptr && w.here) a.plan.expert_ids[w.slot] = static_cast<i32>(w.id);
+        }
+    }
+
+    static __device__ __forceinline__ u32 winner(const Shared& s, u32 lane) {
+        return lane < K ? ptx::load_shared_u16(s.row.address() + Selection::Scratch::kIds + lane % K * 2) : kNotLocal;
     }
 
     static __device__ __forceinline__ i32 block_m(const SingleArguments& a) {
@@ -93,19 +130,30 @@ private:
         const u32 lane = ptx::lane_id();
         const u32 thread = helper * kWarp + lane;
         const i32 bm = block_m(a);
-        reinterpret_cast<int4*>(a.plan.expert_counts)[thread] = make_int4(0, 0, 0, 0);
-        reinterpret_cast<int4*>(a.plan.expert_scatter_offsets)[thread] = make_int4(0, 0, 0, 0);
+        const bool serves = helper < C::E / 128;
+        if (serves) {
+            reinterpret_cast<int4*>(a.plan.expert_counts)[thread] = make_int4(0, 0, 0, 0);
+            reinterpret_cast<int4*>(a.plan.expert_scatter_offsets)[thread] = make_int4(0, 0, 0, 0);
+        }
         write_slots(a, thread);
         if (thread == 0) {
             a.plan.num_tokens_post_padded[0] = K * bm;
             a.plan.expert_offsets[C::E] = K * bm;
         }
-        ptx::barrier_sync_aligned(kSelected, kSelectedThreads);
-        write_offsets(a, lane < K ? s.row.ids[lane] : kNotLocal, helper);
+        // Once without winners, to have the instructions here; once in earnest.
+#pragma unroll 1
+        for (u32 pass = 0; pass < 2; ++pass) {
+            u32 id = lane * 8;
+            if (pass > 0) {
+                ptx::barrier_sync_aligned(kSelected, kSelectedThreads);
+                id = winner(s, lane);
+            }
+            write_offsets(a, id, helper, pass > 0 && serves);
+        }
     }
 
     // Offsets of 128 experts from the winners, lane i < K having winner i, and the ones among their counts.
-    static __device__ __forceinline__ void write_offsets(const SingleArguments& a, u32 id, u32 helper) {
+    static __device__ __forceinline__ void write_offsets(const SingleArguments& a, u32 id, u32 helper, bool live) {
         const u32 lane = ptx::lane_id();
         const u32 thread = helper * kWarp + lane;
         const i32 bm = block_m(a);
@@ -125,13 +173,13 @@ private:
         }
         const u32 first = lane % 8 * 4;
         before += __popc(word & ((1u << first) - 1));
-        const u32 mine = word >> first;
+        const u32 mine = live ? word >> first : 0;
         int4 offsets;
         offsets.x = before * bm;
         offsets.y = offsets.x + (mine & 1 ? bm : 0);
         offsets.z = offsets.y + (mine & 2 ? bm : 0);
         offsets.w = offsets.z + (mine & 4 ? bm : 0);
-        reinterpret_cast<int4*>(a.plan.expert_offsets)[thread] = offsets;
+        if (live) reinterpret_cast<int4*>(a.plan.expert_offsets)[thread] = offsets;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             if (mine >> i & 1) {
@@ -153,7 +201,7 @@ private:
         }
         ptx::barrier_sync_aligned(kSelected, kSelectedThreads);
         u32 local = kNotLocal;
-        if (lane < K) local = static_cast<u32>(__ldg(a.expert_map + s.row.ids[lane]));
+        if (lane < K) local = static_cast<u32>(__ldg(a.expert_map + winner(s, lane)));
         if (local >= static_cast<u32>(a.num_local_experts)) local = kNotLocal;
         const bool mine = local != kNotLocal;
         const i32 blocks = __popc(__ballot_sync(kFullWarp, mine));

@@ -91,6 +91,7 @@ struct Small {
 private:
     static __device__ __forceinline__ void select(Shared& s, const SmallArguments& a, u32 tokens, u32 warp, u32 cta) {
         const auto* logits = static_cast<const Logit*>(a.logits);
+        const u32 lane = threadIdx.x % kWarp;
         const u32 quarter = warp % kQuad;
         const u32 group = warp / kQuad;
         u32 row = cta + C::CLUSTER * group;
@@ -98,27 +99,36 @@ private:
         Row x;
         Row bias;
         if (row < tokens) {
-            x = Selection::load(logits + static_cast<u64>(row) * C::E, quarter);
-            bias = Selection::load_bias(a.bias, quarter);
+            x = Selection::load(logits + static_cast<u64>(row) * C::E, quarter, lane);
+            bias = Selection::load_bias(a.bias, quarter, lane);
         }
         prologue(s, a, tokens);
         bool met = kOneCta;  // whether this warp has waited for the cluster
         while (row < tokens) {
-            Scratch& scratch = s.row[group];
-            const bool has_floor = Selection::gather(scratch, x, bias, quarter, 1 + group);
+            const u32 scratch = s.row[group].address();
+            typename Selection::State state;
+            Selection::bound(scratch, x, bias, quarter, lane, state);
+            ptx::barrier_sync_aligned(1 + group, kQuad * kWarp);
+            Selection::pick(scratch, quarter, lane, state);
+            ptx::barrier_sync_aligned(1 + group, kQuad * kWarp);
             if (quarter == group % kQuad) {  // spreads the groups' finishing warps over the schedulers
-                const Winner w = Selection::finish(scratch, logits + static_cast<u64>(row) * C::E, a.bias, has_floor);
+                const Winner w = Selection::finish(scratch, logits + static_cast<u64>(row) * C::E, a.bias,
+                                                   state.floor_key != kNanKey, lane);
                 if (!met) ptx::cluster_wait_acquire();
                 met = true;
-                publish(s, a, scratch, w, row);
+                publish(s, a, scratch, w, row, lane);
                 Selection::write(scratch, w, a.weights + static_cast<u64>(row) * C::K,
                                  a.ids + static_cast<u64>(row) * C::K, a.renormalize, a.factor);
+                if (C::ROWS > C::STRIDE) {
+                    __syncwarp();
+                    Selection::reset(scratch, lane);
+                }
             }
             if (C::ROWS <= C::STRIDE) break;
             row += C::STRIDE;
             if (row < tokens) {
-                x = Selection::load(logits + static_cast<u64>(row) * C::E, quarter);
-                bias = Selection::load_bias(a.bias, quarter);
+                x = Selection::load(logits + static_cast<u64>(row) * C::E, quarter, lane);
+                bias = Selection::load_bias(a.bias, quarter, lane);
             }
         }
         if (!met) ptx::cluster_wait_acquire();
@@ -137,8 +147,8 @@ private:
             ptx::cluster_arrive_relaxed();  // the mbarrier's fence is all that it must order
         }
         RowPlan::clear(s.plan, threadIdx.x, C::THREADS);
-        if (threadIdx.x < 32) {
-            for (u32 g = 0; g < C::GROUPS; ++g) Selection::prepare(s.row[g], threadIdx.x);
+        if (threadIdx.x < C::GROUPS * kWarp) {
+            Selection::prepare(s.row[threadIdx.x / kWarp].address(), threadIdx.x % kWarp);
         }
         if (a.expert_map != nullptr) {
 #pragma unroll 1
@@ -155,8 +165,8 @@ private:
     }
 
     // The finishing warp makes its row's winners known to all CTAs.
-    static __device__ __forceinline__ void publish(Shared& s, const SmallArguments& a, const Scratch& scratch, const Winner& w,
-                                                   u32 row) {
+    static __device__ __forceinline__ void publish(Shared& s, const SmallArguments& a, u32 scratch, const Winner& w, u32 row,
+                                                   u32 lane) {
         if constexpr (kOneCta) {
             if (w.here) {
                 s.winners[row][w.slot] = static_cast<u16>(w.id);
@@ -164,10 +174,9 @@ private:
             }
         } else {
             constexpr u32 PARTS = C::K * 2 / 16;
-            const u32 lane = ptx::lane_id();
             if (lane < C::CLUSTER * PARTS) {
                 const u32 part = lane % PARTS;
-                const uint4 ids = reinterpret_cast<const uint4*>(scratch.ids)[part];
+                const uint4 ids = ptx::load_shared_v4(scratch + Scratch::kIds + part * 16);
                 const u32 to = ptx::map_shared(ptx::shared_address(&s.winners[row][part * 8]), lane / PARTS);
                 ptx::store_async(to, ptx::map_shared(ptx::shared_address(&s.arrived), lane / PARTS), ids);
             }

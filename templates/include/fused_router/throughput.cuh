@@ -84,7 +84,8 @@ struct ChunkPairs {
 
     __device__ __forceinline__ void scatter(const Chunk& chunk, const u32* base, i32* sorted_ids) const {
         const u32 pairs = (chunk.last - chunk.first) * K;
-        for (u32 i = threadIdx.x; i < pairs; i += blockDim.x) {
+#pragma unroll 2
+        for (u32 i = threadIdx.x; i < pairs; i += 512) {
             const u32 local = experts[i];
             if (local != kNowhere) sorted_ids[base[local] + masks.rank(i / K, local)] = static_cast<i32>(chunk.first * K + i);
         }
@@ -117,9 +118,10 @@ __device__ __forceinline__ void route_wide(const Inputs<T>& in, const plan::Shap
     auto& shared = *reinterpret_cast<WideShared<E, K, kCluster>*>(memory);
     const u32 lane = threadIdx.x % kWarp, warp = warp_index(), rank = ptx::cluster_rank();
     const Chunk chunk = chunk_of(rank, kCluster, in.tokens);
+    const u32 each = ceil_div<u32>(in.tokens, kCluster);
     const u32 scratch = shared.scratch[warp].address(), winners = scratch + WarpScratch<K>::kIds;
     RowLoop<E, K, T, kQuick> rows(in.logits, in.bias, chunk.first + warp, chunk.last, blockDim.x / kWarp, lane);
-    shared.rows.open(in.tokens);
+    shared.rows.open(in.tokens, each);
     shared.pairs.masks.clear();
     __syncthreads();
     shared.rows.wait_open();
@@ -130,14 +132,14 @@ __device__ __forceinline__ void route_wide(const Inputs<T>& in, const plan::Shap
             ptx::store_shared_u16_if(lane < K, winners + lane % K * 2, local < shape.experts ? local : 0xffffu);
             __syncwarp();
         }
-        shared.rows.send_row(row, winners, lane);
+        shared.rows.send_row(row, rank, winners, lane);
         if (lane < K) {
             shared.pairs.add(row - chunk.first, lane, winner.id, shape);
             store_winner<K>(in, row, lane, winner);
         }
     });
     plan::TwoCounts total, before;
-    shared.rows.receive(in.tokens, chunk.first, total, before);
+    shared.rows.receive(in.tokens, each, rank, total, before);
     const plan::Part part = plan::part_of(rank, kCluster, shape.experts);
     plan::place_experts<kBlockM>(shared.places, total, before, part, shape, out);
     shared.pairs.scatter(chunk, shared.places.base, out.sorted_ids);
@@ -245,7 +247,7 @@ __device__ __forceinline__ void plan_from_matrix(MatrixPlan<E, K, kPlanes>& shar
     const u32 rank = ptx::cluster_rank();
     const auto words = shared.counts.fetch(matrix, chunks, rank);
     complete();
-    shared.counts.send(words, rank, blockIdx.x - rank);
+    shared.counts.send(words, chunks, rank, blockIdx.x - rank);
     plan::TwoCounts total, before;
     shared.counts.receive(total, before);
     const plan::Part part = plan::part_of(blockIdx.x, gridDim.x, shape.experts);

@@ -6,6 +6,7 @@
 #include "common/types.cuh"
 #include "plan/place.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
 namespace plan {
@@ -46,21 +47,20 @@ struct ChunkCounts {
 
     __device__ __forceinline__ Words fetch(const u8* matrix, u32 chunks, u32 rank) const {
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        const u8* at = matrix + (rank * 128 + lane * 4 + warp * kExperts);
+        const u8* column = matrix + smaller(rank, kSlices - 1) * 128 + lane * 4;
         Words words;
 #pragma unroll
-        for (u32 i = 0; i < kDepth; ++i) {
-            const bool present = rank < kSlices && warp + i * kWarps < chunks;
-            words.word[i] = present ? ptx::load_l2(at + i * kWarps * kExperts) : 0;
+        for (u32 i = 0; i < kDepth; ++i) {  // no load is left out, so that nothing stands between them; see add()
+            words.word[i] = ptx::load_l2(column + smaller(warp + i * kWarps, chunks - 1) * kExperts);
         }
         return words;
     }
 
     // Adds up what fetch() brought and sends the sums. All CTAs of the cluster call.
-    __device__ __forceinline__ void send(const Words& words, u32 rank, u32 first_of_cluster) {
+    __device__ __forceinline__ void send(const Words& words, u32 chunks, u32 rank, u32 first_of_cluster) {
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         if (rank < kSlices) {
-            add(words, lane, warp, first_of_cluster);
+            add(words, lane, warp, chunks, first_of_cluster);
             __syncthreads();
         }
         ptx::cluster_wait_acquire();  // all have opened
@@ -76,20 +76,19 @@ struct ChunkCounts {
     }
 
   private:
-    __device__ __forceinline__ void add(const Words& words, u32 lane, u32 warp, u32 first_of_cluster) {
+    __device__ __forceinline__ void add(const Words& words, u32 lane, u32 warp, u32 chunks, u32 first_of_cluster) {
+        const u32 group_at = ptx::shared_address(&group[0][lane]);
         u32 before_even = 0, before_odd = 0, even = 0, odd = 0;
 #pragma unroll
         for (u32 i = 0; i < kDepth; ++i) {
-            const u32 row = warp + i * kWarps, word = words.word[i];
+            const u32 row = warp + i * kWarps, in_group = row - first_of_cluster;  // wraps for rows before the cluster
+            const u32 word = row < chunks ? words.word[i] : 0;
             const u32 e = word & 0x00ff00ffu, o = (word >> 8) & 0x00ff00ffu;
             even += e;
             odd += o;
-            if (row < first_of_cluster) {
-                before_even += e;
-                before_odd += o;
-            } else if (row < first_of_cluster + kSumCluster) {
-                group[row - first_of_cluster][lane] = word;  // 0 for rows beyond the last chunk
-            }
+            before_even += row < first_of_cluster ? e : 0;
+            before_odd += row < first_of_cluster ? o : 0;
+            ptx::store_shared_if(in_group < kSumCluster, group_at + in_group * 128, word);
         }
         atomicAdd(&sums[0][lane], before_even);
         atomicAdd(&sums[1][lane], before_odd);

@@ -1,5 +1,6 @@
 // The join of a plan that one cluster makes from few rows: each warp sends its row's winners to all CTAs the moment it has
-// them, and every CTA counts all winners itself. The earliest possible join, and for few rows the least to send.
+// them, and every CTA counts all winners itself, warp w those of CTA w as soon as they are there. The earliest possible join,
+// and for few rows the least to send.
 #pragma once
 #include "common/types.cuh"
 #include "plan/place.cuh"
@@ -18,15 +19,15 @@ struct ClusterRows {
 
     uint4 rows[kMaxRows][kPieces];
     u32 counts[kMaxExperts];  // all rows in the lower half, rows before the chunk in the upper
-    u64 bar;
+    u64 bars[kCluster];  // one a sending CTA
 
-    // First of all; `tokens` rows will come. A barrier must follow.
-    __device__ __forceinline__ void open(u32 tokens) {
-        if (threadIdx.x == 0) {
-            const u32 at = ptx::shared_address(&bar);
+    // First of all; CTA c will send rows [c * each, (c + 1) * each) of the `tokens` rows. A barrier must follow.
+    __device__ __forceinline__ void open(u32 tokens, u32 each) {
+        if (threadIdx.x < kCluster) {
+            const u32 at = ptx::shared_address(&bars[threadIdx.x]);
             ptx::mbarrier_init(at, 1);
             ptx::mbarrier_init_fence();
-            ptx::mbarrier_arrive_expect(at, tokens * (K * 2));
+            ptx::mbarrier_arrive_expect(at, (end_of(threadIdx.x, tokens, each) - first_of(threadIdx.x, tokens, each)) * (K * 2));
         }
         ptx::cluster_arrive_relaxed();
         for (u32 i = threadIdx.x; i < kMaxExperts; i += blockDim.x) counts[i] = 0;
@@ -35,25 +36,30 @@ struct ClusterRows {
     // Between open() and the first send_row().
     __device__ __forceinline__ void wait_open() { ptx::cluster_wait_acquire(); }
 
-    // One warp sends row `row` (of the problem), whose ids lie at shared address `ids`, 16 bits each.
-    __device__ __forceinline__ void send_row(u32 row, u32 ids, u32 lane) {
+    // One warp of CTA `rank` sends row `row` (of the problem), whose ids lie at shared address `ids`, 16 bits each.
+    __device__ __forceinline__ void send_row(u32 row, u32 rank, u32 ids, u32 lane) {
         const u32 peer = lane / kPieces, piece = lane % kPieces;
         if (peer < kCluster) {
             const u32 to = ptx::shared_address(&rows[row][piece]);
-            ptx::store_async(ptx::map_shared(to, peer), ptx::map_shared(ptx::shared_address(&bar), peer),
+            ptx::store_async(ptx::map_shared(to, peer), ptx::map_shared(ptx::shared_address(&bars[rank]), peer),
                              ptx::load_shared_v4(ids + piece * 16));
         }
     }
 
-    // Waits for all rows and counts them; [.., first_row) are the rows before this CTA's chunk. Ends with a barrier.
-    __device__ __forceinline__ void receive(u32 tokens, u32 first_row, TwoCounts& total, TwoCounts& before) {
-        ptx::mbarrier_wait_cluster(ptx::shared_address(&bar), 0);
-        const u32* words = reinterpret_cast<const u32*>(rows);
-        const u32 last = tokens * (K / 2), own = first_row * (K / 2);
-        for (u32 i = threadIdx.x; i < last; i += blockDim.x) {
-            const u32 two = words[i], step = i < own ? 0x10001u : 1u;
-            if ((two & 0xffffu) != kNowhere) atomicAdd(&counts[two & 0xffffu], step);
-            if (two >> 16 != kNowhere) atomicAdd(&counts[two >> 16], step);
+    // Waits for all rows and counts them, for CTA `rank` those before its own rows too. Needs a warp a CTA; ends with a
+    // barrier.
+    __device__ __forceinline__ void receive(u32 tokens, u32 each, u32 rank, TwoCounts& total, TwoCounts& before) {
+        const u32 sender = threadIdx.x / kWarp;
+        if (sender < kCluster) {
+            ptx::mbarrier_wait_cluster(ptx::shared_address(&bars[sender]), 0);
+            const u32* words = reinterpret_cast<const u32*>(rows);
+            const u32 last = end_of(sender, tokens, each) * (K / 2), step = sender < rank ? 0x10001u : 1u;
+#pragma unroll 4
+            for (u32 i = first_of(sender, tokens, each) * (K / 2) + threadIdx.x % kWarp; i < last; i += kWarp) {
+                const u32 two = words[i];
+                if ((two & 0xffffu) != kNowhere) atomicAdd(&counts[two & 0xffffu], step);
+                if (two >> 16 != kNowhere) atomicAdd(&counts[two >> 16], step);
+            }
         }
         __syncthreads();
         total = before = {0, 0};
@@ -63,6 +69,10 @@ struct ClusterRows {
             before = {a >> 16, b >> 16};
         }
     }
+
+  private:
+    static __device__ __forceinline__ u32 first_of(u32 sender, u32 tokens, u32 each) { return smaller(sender * each, tokens); }
+    static __device__ __forceinline__ u32 end_of(u32 sender, u32 tokens, u32 each) { return smaller((sender + 1) * each, tokens); }
 };
 
 }  // namespace plan

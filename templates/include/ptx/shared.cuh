@@ -14,6 +14,12 @@ __device__ __forceinline__ uint4 load_shared_v4(u32 at) {
     return v;
 }
 
+__device__ __forceinline__ uint2 load_shared_v2(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ u32 load_shared(u32 at) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -57,6 +63,14 @@ __device__ __forceinline__ void store_shared_if(bool condition, u32 at, u32 v) {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %0, 0;\n\t@p st.shared.u32 [%1], %2;\n\t}" ::"r"(
                      static_cast<u32>(condition)),
                  "r"(at), "r"(v)
+                 : "memory");
+}
+
+// Two words to an 8-byte-aligned place.
+__device__ __forceinline__ void store_shared_if(bool condition, u32 at, u32 x, u32 y) {
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %0, 0;\n\t@p st.shared.v2.u32 [%1], {%2, %3};\n\t}" ::"r"(
+                     static_cast<u32>(condition)),
+                 "r"(at), "r"(x), "r"(y)
                  : "memory");
 }
 
