@@ -26,12 +26,6 @@ __device__ __forceinline__ u32 load_shared(u32 at) {
     return v;
 }
 
-__device__ __forceinline__ uint2 load_shared_v2(u32 at) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
-    return v;
-}
-
 __device__ __forceinline__ void store_shared(u32 at, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
