@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from chord.w4a16 import PackedW4A16 as PackedW4A16
     from chord.w4a16 import moe_w4a16 as moe_w4a16
     from chord.w4a16 import pack_w4a16 as pack_w4a16
+    from chord.w4a16 import prepare_moe_w4a16 as prepare_moe_w4a16
     from chord.w4a16 import route_intervals as route_intervals
     from chord.w4a16 import unpack_w4a16 as unpack_w4a16
 
@@ -43,6 +44,7 @@ _HOMES = {
     "moe_w4a16": "chord.w4a16",
     "pack_w4a16": "chord.w4a16",
     "prepare_fused_router": "chord.router",
+    "prepare_moe_w4a16": "chord.w4a16",
     "route_intervals": "chord.w4a16",
     "route_plan": "chord.router",
     "unpack_w4a16": "chord.w4a16",
@@ -50,7 +52,7 @@ _HOMES = {
 """Where each public name is defined."""
 
 _MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune", "w4a16"])
-_OWN = _MODULES | {"__init__", "_data", "_paths", "_settings", "_version"}
+_OWN = _MODULES | {"__init__", "_data", "_paths", "_runtime", "_settings", "_version"}
 """What may lie in this folder. Another public project has the import root `chord`, too."""
 
 

@@ -129,7 +129,7 @@ def run_program(case: GemmCase, program: str, out: torch.Tensor, plan: BlockPlan
     launch.gemm(
         case.x,
         case.packed.data,
-        *(plan or case.plan),
+        plan or case.plan,
         case.row_weight,
         out,
         case.packed.shape,

@@ -92,8 +92,8 @@ def qualify(
     _require_gpu()
     import torch
 
+    from chord import _runtime
     from chord.checks.qualify import qualify_router, receipt
-    from chord.router import launch
 
     device = torch.cuda.current_device()
     verdicts = qualify_router(device, tiny=tiny, only=only, progress=(lambda verdict: None) if json else _print_verdict)
@@ -101,7 +101,7 @@ def qualify(
         raise ChordError(f"--only {only!r} matches no program; `chord ls` lists them")
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     if json:
-        print_json(receipt(verdicts, launch.registry().digest, device))
+        print_json(receipt(verdicts, _runtime.registry().digest, device))
     else:
         console().print(f"{len(verdicts)} programs checked, {failed} failed")
     if failed:

@@ -36,7 +36,7 @@ def _new(
     shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows)
     out = torch.empty(x.shape[0] * top_k, shape.n, dtype=torch.bfloat16, device=x.device)
     check_buffers(x, packed, sorted_token_ids, row_weight, out)
-    _run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing)
+    run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing)
     return out
 
 
@@ -59,10 +59,10 @@ def _out(
     shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows)
     check_output(out, x, shape, top_k)
     check_buffers(x, packed, sorted_token_ids, row_weight, out)
-    _run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing)
+    run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing)
 
 
-def _run(
+def run(
     x: torch.Tensor,
     packed: torch.Tensor,
     sorted_token_ids: torch.Tensor,
@@ -77,6 +77,7 @@ def _run(
     invariant: bool,
     zero_missing: bool,
 ) -> None:
+    """Writes `out` from checked arguments: a kernel for CUDA tensors, the reference for CPU tensors."""
     if zero_missing:
         out.zero_()
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
@@ -87,7 +88,7 @@ def _run(
         reference.moe_w4a16(x, words, scales, rows, top_k=top_k, row_weight=row_weight, out=out)
     elif expert_ids.numel() and x.shape[0]:
         launch.gemm(
-            x, packed, *plan, row_weight, out, shape,
+            x, packed, plan, row_weight, out, shape,
             top_k=top_k, block_m=block_m, expert_rows=expert_rows, invariant=invariant,
         )  # fmt: skip
 

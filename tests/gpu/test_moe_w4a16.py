@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import chord
+from chord._runtime import architecture, registry
 from chord.checks import w4a16 as checks
-from chord.router.launch import architecture, registry
 from chord.w4a16 import layout, reference
 from chord.w4a16.layout import WeightShape
 
