@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from chord.router import prepare_fused_router as prepare_fused_router
     from chord.router import route_plan as route_plan
     from chord.w4a16 import PackedW4A16 as PackedW4A16
+    from chord.w4a16 import W4A16Experts as W4A16Experts
     from chord.w4a16 import moe_w4a16 as moe_w4a16
     from chord.w4a16 import pack_w4a16 as pack_w4a16
     from chord.w4a16 import prepare_moe_w4a16 as prepare_moe_w4a16
@@ -38,6 +39,7 @@ _HOMES = {
     "Registry": "chord.registry",
     "RoutePlan": "chord.router",
     "Selection": "chord.registry",
+    "W4A16Experts": "chord.w4a16",
     "allocate_route_plan": "chord.router",
     "fused_router": "chord.router",
     "max_route_blocks": "chord.router",

@@ -132,6 +132,11 @@ def _compiler_check() -> Check:
 def _setting_checks() -> list[Check]:
     _settings.read()  # refuses what cannot be honoured, warns of what is unknown
     return [
-        Check(name, "ok", os.environ.get(name, "not set"), "" if name in os.environ else meaning)
+        Check(name, "ok", os.environ.get(name, "not set"), meaning if _needs_telling(name) else "")
         for name, meaning in sorted(_settings.KNOWN.items())
     ]
+
+
+def _needs_telling(name: str) -> bool:
+    """Whether to print a variable's meaning: where it is not set, or set without the effect that it has elsewhere."""
+    return name not in os.environ or name in _settings.WITHOUT_EFFECT

@@ -53,11 +53,26 @@ def pack_w4a16(codes: torch.Tensor, scale: torch.Tensor, *, gated: bool = False)
         return PackedW4A16(layout.pack(words, scale, gated=gated), shape)
     check_memory({"codes": codes, "scale": scale}, {})
     data = torch.empty(shape.experts, shape.expert_bytes, dtype=torch.uint8, device=codes.device)
-    wrong = torch.zeros(1, dtype=torch.int32, device=codes.device)
-    launch.pack(codes, scale, data, wrong, shape, plain=plain)
-    if plain and int(wrong):
-        raise ValueError(f"codes: expected 0 to 15 (value + 8), got {int(codes.min())} to {int(codes.max())}")
+    _pack_on_gpu(codes, scale, data, shape, plain)
     return PackedW4A16(data, shape)
+
+
+def pack_expert(packed: PackedW4A16, expert: int, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """Packs one expert's [N, K / 8] or [N, K] codes and [N, K / 32] scales, on packed's device, into its place.
+
+    So that a checkpoint's experts need not be in memory at once. Errors as for pack_w4a16.
+    """
+    shape = packed.shape
+    given, plain = _checkpoint_shape(codes[None], scale[None], shape.gated)
+    if (given.n, given.k) != (shape.n, shape.k):
+        raise ValueError(f"codes: expected a projection of {shape.n} x {shape.k}, got {given.n} x {given.k}")
+    place = packed.data[expert : expert + 1]
+    check_devices({"packed": place, "codes": codes, "scale": scale})
+    if codes.is_cuda:
+        check_memory({"codes": codes, "scale": scale}, {"packed": place})
+        _pack_on_gpu(codes, scale, place, given, plain)
+    else:
+        place.copy_(pack_w4a16(codes[None], scale[None], gated=shape.gated).data)
 
 
 def unpack_w4a16(packed: PackedW4A16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +85,13 @@ def unpack_w4a16(packed: PackedW4A16) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.empty(*size, shape.k // SCALE_GROUP, dtype=torch.bfloat16, device=packed.device)
     launch.unpack(packed.data, codes, scale, shape)
     return codes, scale
+
+
+def _pack_on_gpu(codes: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, shape: WeightShape, plain: bool) -> None:
+    wrong = torch.zeros(1, dtype=torch.int32, device=codes.device)
+    launch.pack(codes, scale, data, wrong, shape, plain=plain)
+    if plain and int(wrong):
+        raise ValueError(f"codes: expected 0 to 15 (value + 8), got {int(codes.min())} to {int(codes.max())}")
 
 
 def _checkpoint_shape(codes: torch.Tensor, scale: torch.Tensor, gated: bool) -> tuple[WeightShape, bool]:
