@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     bench = typer.Typer(help="Measure on this GPU and write bench/results JSON.", no_args_is_help=True)
     bench.command("router")(bench_router)
+    bench.command("w4a16")(bench_w4a16)
     bench.command("host")(bench_host)
     bench.command("docs")(bench_docs)
     tune = typer.Typer(help="Measure every arm on this GPU and write the routes.", no_args_is_help=True)
@@ -51,6 +52,27 @@ def bench_router(
     _write(run(peers, scenarios=scenario, samples=samples, commit=commit, progress=_print_row), out)
 
 
+def bench_w4a16(
+    out: Out = Path("bench/results"),
+    peers: Annotated[
+        Path | None,
+        typer.Option("--peers", help="Folder with Humming's wheel and Marlin's library (docs/w4a16.md says how)."),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", help="ep8_decode, ep8_prefill or tp8; repeatable; default all.")
+    ] = None,
+    long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
+    commit: Commit = None,
+) -> None:
+    """Time the W4A16 GEMM on Kimi K2's shapes, cold L2, interleaved with its peers."""
+    _require_gpu()
+    from chord.bench.w4a16 import run
+
+    found = run(peers, scenarios=scenario, long=long, samples=samples, commit=commit, progress=_print_row)
+    _write(found, out)
+
+
 def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
     """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
     _require_gpu()
@@ -61,12 +83,14 @@ def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
 
 def bench_docs(
     results: Annotated[Path, typer.Option("--results", help="Folder with results files.")] = Path("bench/results"),
-    document: Annotated[list[Path] | None, typer.Argument(help="Documents to fill; default docs/router.md.")] = None,
+    document: Annotated[
+        list[Path] | None, typer.Argument(help="Documents to fill; default docs/router.md and docs/w4a16.md.")
+    ] = None,
 ) -> None:
     """Fill the tables and plots of documents from results files."""
     from chord.bench.docs import update
 
-    for path in document or [Path("docs/router.md")]:
+    for path in document or [Path("docs/router.md"), Path("docs/w4a16.md")]:
         console().print(f"{path}: {'updated' if update(path, results) else 'unchanged'}")
 
 
@@ -127,7 +151,8 @@ def _write(results: Results, folder: Path) -> None:
 
 def _print_row(row: Row) -> None:
     peers = ", ".join(f"{name} {us:.2f}" for name, us in row.peers.items())
-    what = f"{row.scenario:12} {row.tokens:7} tokens  block_m {row.block_m:3}  {row.us:9.2f} us  {row.program}  {peers}"
+    size = "" if row.tokens is None else f"{row.tokens:7} tokens  block_m {row.block_m:3}"
+    what = f"{row.scenario:12} {row.proj or '':8}{size}  {row.us:9.2f} us  {row.program or ''}  {peers}"
     console().print(what, markup=False, highlight=False, soft_wrap=True)
 
 
