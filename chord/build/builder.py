@@ -81,6 +81,7 @@ def build(
     started = time.monotonic()
     tree, selection, progress = tree or Tree.default(), selection or Selection(), progress or _silent
     tree.require_checkout()
+    tree.require_sources()
     with exclusive(tree.out / "lock", waiting=lambda: progress(Step("waiting"))):
         work = jobs_module.read(tree)
         selected = work.selected(selection)

@@ -57,6 +57,7 @@ def check(
     Other arguments and errors as builder.build; ManifestError when the manifest cannot be read.
     """
     tree, selection = tree or Tree.default(), selection or Selection()
+    tree.require_sources()
     manifest = canonical.decode(tree.manifest.read_bytes(), str(tree.manifest)) if tree.manifest.is_file() else None
     work = jobs_module.read(tree)
     selected = work.selected(selection)

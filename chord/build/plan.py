@@ -246,6 +246,7 @@ class _Planner:
             if row.max_per_sm is None
             else evaluate.number(f"{cell}.max_per_sm", row.max_per_sm, least=1),
             co_resident=row.co_resident,
+            min_resident=evaluate.number(f"{cell}.min_resident", row.min_resident, least=1),
         )
 
 

@@ -40,6 +40,7 @@ class GridRow(_Row, frozen=True, kw_only=True):
     max: Expression | None = None
     max_per_sm: Expression | None = None
     co_resident: bool = False
+    min_resident: Expression = 1
 
 
 class KernelRow(_Row, frozen=True, kw_only=True):

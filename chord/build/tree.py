@@ -67,6 +67,11 @@ class Tree:
         """Rendered sources of the last build's failures, for reading."""
         return self.out / "failed"
 
+    def require_sources(self) -> None:
+        """Raise ChordError when there is nothing to build from, such as in a folder of manifest and cubins alone."""
+        if not self.toolchain.is_file():
+            raise ChordError(f"{self.root} holds no sources: expected {self.toolchain}, tables and templates")
+
     def require_checkout(self) -> None:
         """Raise ChordError when the tree is an installed package's: its manifest and store are not ours to change."""
         if self.root == _paths.PACKAGE / "_data":

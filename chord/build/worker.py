@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import IO
 
 import msgspec
@@ -53,5 +54,6 @@ def main() -> None:
         send(results, str(error))
         return
     send(results, None)
-    while (data := receive(requests)) is not None:
-        send(results, compiler.compile(msgspec.msgpack.decode(data, type=Request)))
+    with suppress(BrokenPipeError):  # the parent was killed during a compilation
+        while (data := receive(requests)) is not None:
+            send(results, compiler.compile(msgspec.msgpack.decode(data, type=Request)))

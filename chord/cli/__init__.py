@@ -8,7 +8,7 @@ import typer
 
 from chord._version import __version__
 from chord.cli import bench, build, doctor, inspect, verify
-from chord.cli._output import fail
+from chord.cli._output import fail, missing_extra
 from chord.errors import ChordError
 
 app = typer.Typer(
@@ -39,6 +39,12 @@ def main() -> None:
     """Run the command line: exit status 0 for success, 1 for a failure or a difference, 2 for wrong usage."""
     try:
         app()
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error)
+        if advice is None:
+            raise
+        fail(f"this command needs {advice}")
+        sys.exit(1)
     except (ChordError, ValueError, OSError) as error:
         fail(error)
         sys.exit(1)

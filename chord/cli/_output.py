@@ -10,6 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 RegistryPath = Annotated[
@@ -18,6 +19,9 @@ RegistryPath = Annotated[
         "--registry", help="Folder with manifest.json and cubins, instead of CHORD_REGISTRY or the package's."
     ),
 ]
+
+_EXTRAS = {"jinja2": "build", "tomli": "build", "tomlkit": "dev", "torch": "torch"}
+"""Optional dependencies, and the extra that brings each of them."""
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe: wide enough that names and hashes stay whole."""
@@ -33,9 +37,15 @@ def errors() -> Console:
     return Console(stderr=True)
 
 
-def fail(error: BaseException) -> None:
+def fail(error: BaseException | str) -> None:
     """Print an error without markup, so that brackets in its text survive."""
     errors().print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """What is missing and how to install it; None when it belongs to no extra, and the error is a fault of ours."""
+    extra = _EXTRAS.get(error.name or "")
+    return extra and f"{error.name}: pip install 'chord-registry[{extra}]'"
 
 
 def print_json(document: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
@@ -45,14 +55,14 @@ def print_json(document: Any) -> None:  # noqa: ANN401 - whatever msgspec can en
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """A table whose cells are shown as they are."""
-    table = Table(title=title, title_justify="left")
+    """A table whose title and cells are shown as they are: brackets in them are no markup."""
+    table = Table(title=Text(title), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(_cell(value) for value in row))
-    console().print(table, markup=False)
+    console().print(table)
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else str(value).replace("[", "\\[")
+def _cell(value: object) -> Text:
+    return Text("" if value is None else str(value))

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chord import _settings
 from chord.cli._output import Json, console, errors, print_json
+from chord.errors import PinMismatchError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +24,10 @@ Arch = Annotated[
 ]
 Op = Annotated[list[str] | None, typer.Option("--op", help="Only this operator, for example fused_router; repeatable.")]
 Root = Annotated[
-    Path | None, typer.Option("--root", help="The checkout to build; default: the one that this chord belongs to.")
+    Path | None,
+    typer.Option(
+        "--root", help="The checkout to build, instead of CHORD_REGISTRY or the one that this chord belongs to."
+    ),
 ]
 Jobs = Annotated[int | None, typer.Option("--jobs", "-j", min=1, help="Compiler processes; default: one a core.")]
 
@@ -52,7 +57,10 @@ def build(
 
     Unchanged programs are not compiled again. A failure publishes nothing.
     """
-    selection, tree = as_selection(arch, op), as_tree(root)
+    settings = _settings.read()
+    selection, tree = as_selection(arch, op), as_tree(settings.registry if root is None else root)
+    if settings.pin is not None:
+        _require_pinned(tree, settings.pin, writes=not (check or locked))
     if check:
         run_check(selection, jobs, json, tree=tree, fresh=False)
         return
@@ -116,6 +124,21 @@ def run_check(selection: Selection, jobs: int | None, json: bool, *, tree: Tree 
         console().print(f"{report.cubins} cubins ({report.compiled} compiled now): {verdict}")
     if report.differences:
         raise typer.Exit(1)
+
+
+def _require_pinned(tree: Tree | None, pin: str, *, writes: bool) -> None:
+    """What CHORD_PIN pins must be there already, and a build that may write another manifest contradicts it."""
+    from chord.build.tree import Tree
+    from chord.registry import canonical
+
+    if writes:
+        raise SettingsError(
+            "CHORD_PIN is set, and `chord build` writes a manifest: unset it, or add --locked or --check"
+        )
+    manifest = (tree or Tree.default()).manifest
+    digest = canonical.digest(manifest.read_bytes())
+    if digest != pin:
+        raise PinMismatchError(f"{manifest} has SHA-256 {digest}, CHORD_PIN expects {pin}")
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Annotated
 
 import typer
 
 from chord import _settings
 from chord._version import __version__
-from chord.cli._output import Json, RegistryPath, print_json, print_table
+from chord.cli._output import Json, RegistryPath, missing_extra, print_json, print_table
 from chord.errors import ChordError, UnsupportedDeviceError
 from chord.registry import Registry
 from chord.registry.architectures import ordered
@@ -118,25 +118,34 @@ def _torch_check() -> Check:
 
 
 def _compiler_check() -> Check:
-    from chord.build import toolchain
-    from chord.build.tree import Tree
-
+    use = "needed to build and for verify --rebuild, not to run"
     try:
+        import_module("chord.build.builder")  # with everything that a build imports
+        from chord.build import toolchain
+        from chord.build.tree import Tree
+
         pin = toolchain.load(Tree.default().toolchain)
         libraries = toolchain.find(pin)
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error)
+        if advice is None:
+            raise
+        return Check("compiler", "missing", f"not usable without {advice}", use)
     except ChordError as error:
-        return Check("compiler", "missing", str(error), "needed to build and for verify --rebuild, not to run")
+        return Check("compiler", "missing", str(error), use)
     return Check("compiler", "ok", f"{pin.identity}, {libraries.nvrtc}")
 
 
 def _setting_checks() -> list[Check]:
-    _settings.read()  # refuses what cannot be honoured, warns of what is unknown
-    return [
-        Check(name, "ok", os.environ.get(name, "not set"), meaning if _needs_telling(name) else "")
-        for name, meaning in sorted(_settings.KNOWN.items())
-    ]
+    return [_setting_check(name, meaning) for name, meaning in sorted(_settings.KNOWN.items())]
 
 
-def _needs_telling(name: str) -> bool:
-    """Whether to print a variable's meaning: where it is not set, or set without the effect that it has elsewhere."""
-    return name not in os.environ or name in _settings.WITHOUT_EFFECT
+def _setting_check(name: str, meaning: str) -> Check:
+    value = os.environ.get(name)
+    if value is None:
+        return Check(name, "ok", "not set", meaning)
+    try:
+        _settings.read({name: value})
+    except ChordError as error:
+        return Check(name, "failed", str(error), meaning)
+    return Check(name, "ok", value, meaning if name in _settings.WITHOUT_EFFECT else "")

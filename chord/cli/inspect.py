@@ -76,7 +76,7 @@ def lookup(
 ) -> None:
     """Say which program serves a problem."""
     opened = Registry.open(registry)
-    found = opened.lookup(operator, arch, dict(_pair(text) for text in problem))
+    found = opened.lookup(operator, arch, _pairs_of(problem))
     build = found.build
     if json:
         print_json({"program": found.program_name, "arch": arch, "cubin_sha256": build.cubin_sha256})
@@ -178,7 +178,16 @@ def _pair(text: str) -> tuple[str, int | str]:
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         raise typer.BadParameter(f"{text!r}: expected key=value, for example num_tokens=20")
-    return key, int(value) if value.lstrip("-").isdecimal() else value
+    return key, int(value) if value.removeprefix("-").isdecimal() else value
+
+
+def _pairs_of(texts: list[str]) -> dict[str, int | str]:
+    values: dict[str, int | str] = {}
+    for key, value in map(_pair, texts):
+        if key in values:
+            raise typer.BadParameter(f"{key} is given twice: {values[key]} and {value}")
+        values[key] = value
+    return values
 
 
 def _pairs(values: dict[str, Any]) -> str:

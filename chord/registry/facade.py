@@ -18,7 +18,7 @@ from chord.errors import (
     UnsupportedDeviceError,
 )
 from chord.registry import canonical
-from chord.registry.architectures import ordered
+from chord.registry.architectures import KNOWN, ordered
 from chord.registry.boxes import Interval
 from chord.registry.launch import Kernel
 from chord.registry.loading import Loader, default_loader
@@ -100,7 +100,14 @@ class Registry:
         return self._selection(operator, definition, self._indices[operator].find(arch, problem), arch)
 
     def programs(self, operator: str | None = None, arch: str | None = None) -> dict[str, Program]:
-        """Programs by name, sorted; of one operator, or with a build for one architecture, if given."""
+        """Programs by name, sorted; of one operator, or with a build for one architecture, if given.
+
+        Raises NoProgramError for an operator that is not there and for a name that is no architecture's.
+        """
+        if arch not in (None, *KNOWN):
+            raise NoProgramError(
+                f"architecture {arch!r} is not known: expected one of {', '.join(KNOWN)}; names are matched exactly"
+            )
         names = self.manifest.operators if operator is None else (operator,)
         found = {name: p for o in names for name, p in self._operator(o).programs.items() if arch in (None, *p.builds)}
         return dict(sorted(found.items()))

@@ -79,10 +79,11 @@ class Kernel:
         if rule.co_resident:
             with self._driver.context(self.device):
                 resident = self._driver.resident_blocks(function, kernel, self.device)
-            if resident == 0:
+            if resident < rule.min_resident:
+                least = -(-rule.min_resident // kernel.cluster)
                 raise UnsupportedDeviceError(
-                    f"{self.name}: device {self.device} cannot hold one {_shape(kernel)} of {kernel.symbol} at a time, "
-                    "and its grid must be resident as a whole; another process or a partition may limit the device"
+                    f"{self.name}: device {self.device} cannot hold {_shape(kernel, least)} of {kernel.symbol} at a "
+                    "time, as its grid-wide join needs; a partition of the device or another process may limit it"
                 )
         if rule.max_per_sm is not None:
             multiprocessors = self._driver.multiprocessors(self.device)
@@ -186,6 +187,8 @@ def _provider(stream: StreamProvider | int | None) -> StreamProvider:
     return lambda: fixed
 
 
-def _shape(kernel: KernelConfig) -> str:
-    memory = f"{kernel.dynamic_smem_bytes} bytes of dynamic shared memory"
-    return f"cluster of {kernel.cluster} blocks with {memory}" if kernel.cluster > 1 else f"block with {memory}"
+def _shape(kernel: KernelConfig, count: int) -> str:
+    """`count` clusters, or blocks where there are no clusters."""
+    many, number = ("", "one") if count == 1 else ("s", str(count))
+    blocks = f"cluster{many} of {kernel.cluster} blocks" if kernel.cluster > 1 else f"block{many}"
+    return f"{number} {blocks} with {kernel.dynamic_smem_bytes} bytes of dynamic shared memory"

@@ -11,7 +11,7 @@ import msgspec
 
 SCHEMA_VERSION = 1
 
-Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # `$` alone lets a newline follow
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Constant = int | str
@@ -63,7 +63,8 @@ class GridRule(_Strict, frozen=True, kw_only=True):
     """grid.x = clamp(ceil(param / per), 1, max), a multiple of the cluster; `blocks` instead of `param` if constant.
 
     max_per_sm bounds it by that many blocks an SM; co_resident bounds it by what the driver says can be resident at
-    once (blocks, or clusters when the kernel has a cluster), which a grid-wide join needs.
+    once (blocks, or clusters when the kernel has a cluster), which a grid-wide join needs. A device that holds fewer
+    than min_resident blocks cannot run the kernel at all: its blocks would get more work than they have room for.
     """
 
     blocks: Count = 0
@@ -72,6 +73,7 @@ class GridRule(_Strict, frozen=True, kw_only=True):
     max: Positive | None = None
     max_per_sm: Positive | None = None
     co_resident: bool = False
+    min_resident: Positive = 1
 
 
 class KernelConfig(_Strict, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from chord._runtime import Prepared
 from chord.router import launch, ops
 from chord.router.experts import resolve_local_experts
 from chord.router.plan import RoutePlan, empty_route_plan
-from chord.router.validate import check_int, check_router_inputs, check_tensor
+from chord.router.validate import check_block_m, check_int, check_router_inputs, check_settings, check_tensor
 
 
 class RouterOutput(NamedTuple):
@@ -44,13 +44,15 @@ def fused_router(
     routed_scaling_factor: multiplies the weights, once, in either case.
     local_experts: the experts of this rank: a range of global ids, or an int32 map [E] from global to local id with -1
         for experts that live elsewhere. The plan then covers local experts alone, under local ids; topk_ids and
-        topk_weights stay global and complete.
+        topk_weights stay global and complete. A map must give each local id to one expert at most: this is not
+        checked, and the plan of one that does not is meaningless.
     num_local_experts: with a map, how many local ids there are. If not given it is the plan's, else read from the map.
     plan: buffers to write instead of new ones, from `chord.allocate_route_plan`.
 
     CPU tensors run the plain reference. Raises TypeError or ValueError before any launch for arguments outside this
     description, and chord errors when no verified kernel can run on the tensors' GPU.
     """
+    check_settings(top_k, block_m, renormalize, routed_scaling_factor)
     expert_map, num_local = _local(local_experts, num_local_experts, logits, plan)
     scalars = (top_k, block_m, renormalize, routed_scaling_factor, expert_map, num_local)
     if plan is None:
@@ -80,6 +82,7 @@ def route_plan(
     _check_plan_type(plan)
     check_tensor("topk_ids", topk_ids, (torch.int32,), (None, None))
     check_int("num_experts", num_experts, 1)
+    check_block_m(block_m)
     if plan is not None and isinstance(local_experts, torch.Tensor) and num_local_experts is None:
         num_local_experts = plan.expert_counts.shape[0]
     expert_map, num_local = resolve_local_experts(local_experts, num_experts, topk_ids.device, num_local_experts)
@@ -132,8 +135,9 @@ def prepare_fused_router(
     """Checks, looks up, verifies and loads once; the result launches on the same buffers as often as it is called.
 
     Arguments as for `chord.fused_router`; topk_weights and topk_ids may be given too. `program` names a program to run
-    instead of the routed one (for measurements); it must admit the problem.
+    instead of the routed one (for measurements, on a GPU); it must admit the problem.
     """
+    check_settings(top_k, block_m, renormalize, routed_scaling_factor)
     expert_map, num_local = _local(local_experts, num_local_experts, logits, plan)
     check_router_inputs(logits, bias, top_k, block_m)
     num_tokens, device = logits.shape[0], logits.device
@@ -147,6 +151,8 @@ def prepare_fused_router(
     arguments = (logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan)
     if logits.is_cuda:
         prepared = launch.prepare_fused_router(*arguments, program=program)
+    elif program is not None:
+        raise ValueError(f"program: expected None for CPU tensors, which run the reference, got {program!r}")
     else:
         prepared = Prepared(lambda: ops.run_router(*arguments), "reference", arguments)
     return PreparedFusedRouter(prepared, topk_weights, topk_ids, plan)

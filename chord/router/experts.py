@@ -63,6 +63,8 @@ def resolve_local_experts(
 def _range_map(local: range, num_experts: int, device: torch.device, num_local_experts: int | None) -> torch.Tensor:
     if len(local) == 0 or min(local[0], local[-1]) < 0 or max(local[0], local[-1]) >= num_experts:
         raise ValueError(f"local_experts: expected a non-empty range within 0..{num_experts - 1}, got {local}")
+    if num_local_experts is not None:
+        check_int("num_local_experts", num_local_experts, 1)
     if num_local_experts not in (None, len(local)):
         raise ValueError(f"num_local_experts: expected {len(local)}, the length of {local}, got {num_local_experts}")
     if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

@@ -45,6 +45,17 @@ def check_block_m(block_m: object) -> None:
         raise ValueError(f"block_m: expected a multiple of {BLOCK_M_STEP} up to {MAX_BLOCK_M}, got {block_m}")
 
 
+def check_settings(top_k: object, block_m: object, renormalize: object, routed_scaling_factor: object) -> None:
+    """What is no tensor, before the dispatcher of torch sees it: it raises RuntimeError, and takes None for False."""
+    check_int("top_k", top_k, 1)
+    check_block_m(block_m)
+    if type(renormalize) is not bool and not isinstance(renormalize, torch.SymBool):
+        raise TypeError(f"renormalize: expected a bool, got {renormalize!r} ({type(renormalize).__name__})")
+    factor = routed_scaling_factor
+    if isinstance(factor, bool) or not isinstance(factor, (float, int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"routed_scaling_factor: expected a number, got {factor!r} ({type(factor).__name__})")
+
+
 def check_tensor(name: str, value: object, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...]) -> None:
     """A dense contiguous tensor of one of `dtypes` and of `shape`, where None stands for any size."""
     if not isinstance(value, torch.Tensor):

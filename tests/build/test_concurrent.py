@@ -96,7 +96,7 @@ def test_no_compiler_outlives_a_killed_build(tree: Tree) -> None:
     children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children")
     workers = children.read_text().split() if children.exists() else []
     killed.send_signal(signal.SIGKILL)
-    finish(killed)
+    assert finish(killed)[2] == "", "its compiler has nothing to say about a parent that is gone"
     deadline = time.monotonic() + 30
     while any(_runs(worker) for worker in workers):
         assert time.monotonic() < deadline, f"still there: {workers}"

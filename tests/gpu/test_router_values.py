@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from chord.checks.compare import POISON
 from chord.checks.inputs import (
     ADVERSARIES,
     ODD_TOKEN_COUNTS,
@@ -19,9 +20,18 @@ from chord.checks.inputs import (
     mixed_batch,
     normal_case,
 )
-from chord.checks.router import Settings, check_router, compare_programs, router_problems, run_eager, run_prepared
-from chord.router import prepare_fused_router, reference
+from chord.checks.router import (
+    Settings,
+    check_router,
+    compare_programs,
+    router_problems,
+    run_eager,
+    run_prepared,
+    spacious_plan,
+)
+from chord.router import fused_router, prepare_fused_router, reference
 from chord.router.experts import expert_map_of
+from chord.router.plan import max_route_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -215,6 +225,28 @@ def test_tokens_without_a_local_expert(device, expect_none):
         problems += router_problems(case, settings, written)
         assert written.plan.num_tokens_post_padded.tolist() == [0]
     expect_none(problems)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 30, 200, 500, 1000, 8192, 20_000])
+def test_a_map_that_repeats_local_ids_stays_inside_its_plan(tokens, device):
+    """Such a map breaks the contract and its plan means nothing, but no arm may write outside the tensors."""
+    case = normal_case(tokens, 896, torch.float32, device)
+    for locals_ in (1, 3, 40):
+        repeating = torch.randint(locals_, (896,), dtype=torch.int32, device=device)
+        for block_m in (8, 48):
+            blocks = max_route_blocks(tokens, 16, locals_, block_m)
+            plan = spacious_plan(tokens, 16, locals_, block_m, device, spare=64)
+            fused_router(
+                case.logits,
+                case.bias,
+                top_k=16,
+                block_m=block_m,
+                local_experts=repeating,
+                num_local_experts=locals_,
+                plan=plan,
+            )
+            assert (plan.sorted_token_ids[blocks * block_m :] == POISON).all()
+            assert (plan.expert_ids[blocks:] == POISON).all()
 
 
 @pytest.mark.parametrize("block_m", [8, 24])

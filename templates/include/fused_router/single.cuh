@@ -203,6 +203,7 @@ private:
         u32 local = kNotLocal;
         if (lane < K) local = static_cast<u32>(__ldg(a.expert_map + winner(s, lane)));
         if (local >= static_cast<u32>(a.num_local_experts)) local = kNotLocal;
+        if ((__match_any_sync(kFullWarp, local) & ptx::lanes_below()) != 0) local = kNotLocal;  // see plan/tensors.cuh
         const bool mine = local != kNotLocal;
         const i32 blocks = __popc(__ballot_sync(kFullWarp, mine));
         i32 block = 0;  // of this lane's winner

@@ -216,8 +216,9 @@ __device__ __forceinline__ void select_and_count(const Inputs<T>& in, const plan
     __syncthreads();
     for (u32 i = threadIdx.x; i < E / 4; i += kWarps * 32) {
         const uint4 c = counts[i];
-        if (sizeof(Count) == 1) {
-            reinterpret_cast<u32*>(matrix)[blockIdx.x * (E / 4) + i] = c.x | c.y << 8 | c.z << 16 | c.w << 24;
+        if (sizeof(Count) == 1) {  // a chunk's rows fit a byte; only a map that names a local expert twice could exceed it
+            reinterpret_cast<u32*>(matrix)[blockIdx.x * (E / 4) + i] =
+                smaller(c.x, 255u) | smaller(c.y, 255u) << 8 | smaller(c.z, 255u) << 16 | smaller(c.w, 255u) << 24;
         } else {
             reinterpret_cast<uint4*>(matrix)[static_cast<u64>(blockIdx.x) * (E / 4) + i] = c;
         }

@@ -348,12 +348,7 @@ struct WarpSelect {
             u32 own = 0;
 #pragma unroll
             for (int c = 0; c < 4; ++c) own += (keys[j][c] > level ? 1u : 0u) + (keys[j][c] == level ? 0x10000u : 0u);
-            u32 sum = own;
-#pragma unroll
-            for (int d = 1; d < 32; d *= 2) {
-                const u32 lower = __shfl_up_sync(kFullWarp, sum, d);
-                if (lane >= d) sum += lower;
-            }
+            const u32 sum = ptx::warp_prefix_sum(own);
             u32 before = base + sum - own;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {

@@ -36,6 +36,7 @@ struct ChunkCounts {
             ptx::mbarrier_init_fence();
             ptx::mbarrier_arrive_expect(at, sizeof(before) + sizeof(total));
         }
+        __syncwarp();
         ptx::cluster_arrive_relaxed();
         if (threadIdx.x < 128) (&sums[0][0])[threadIdx.x] = 0;
     }

@@ -27,6 +27,7 @@ struct ClusterCounts {
             ptx::mbarrier_init_fence();
             ptx::mbarrier_arrive_expect(at, kCluster * pieces_of(experts) * 16);
         }
+        __syncwarp();
         ptx::cluster_arrive_relaxed();
     }
 

@@ -29,6 +29,7 @@ struct ClusterRows {
             ptx::mbarrier_init_fence();
             ptx::mbarrier_arrive_expect(at, (end_of(threadIdx.x, tokens, each) - first_of(threadIdx.x, tokens, each)) * (K * 2));
         }
+        __syncwarp();
         ptx::cluster_arrive_relaxed();
         for (u32 i = threadIdx.x; i < kMaxExperts; i += blockDim.x) counts[i] = 0;
     }

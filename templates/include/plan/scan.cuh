@@ -9,12 +9,7 @@ namespace plan {
 // the scratch is free again after the caller's next barrier.
 __device__ __forceinline__ u32 exclusive_sum(u32 value, u32* scratch) {
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-    u32 sum = value;
-#pragma unroll
-    for (u32 d = 1; d < kWarp; d *= 2) {
-        const u32 lower = __shfl_up_sync(kFullWarp, sum, d);
-        if (lane >= d) sum += lower;
-    }
+    const u32 sum = ptx::warp_prefix_sum(value);
     if (lane == kWarp - 1) scratch[warp] = sum;
     __syncthreads();
     return ptx::warp_sum(lane < warp ? scratch[lane] : 0) + sum - value;

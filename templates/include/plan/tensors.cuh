@@ -14,6 +14,8 @@ struct Tensors {
     i32* scatter_offsets;
 };
 
+// A map must give each local id to one expert at most. The plan of one that does not is meaningless, but it stays inside
+// the tensors: every arm counts a row's pairs of a local id at least as often as it places them in different slots.
 struct Shape {
     const i32* expert_map;  // global -> local id, or null: every expert is local
     u32 experts;            // local ones

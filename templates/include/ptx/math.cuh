@@ -69,6 +69,10 @@ __device__ __forceinline__ i32 warp_prefix_sum(i32 x) {
     return x;
 }
 
+__device__ __forceinline__ u32 warp_prefix_sum(u32 x) {
+    return static_cast<u32>(warp_prefix_sum(static_cast<i32>(x)));
+}
+
 __device__ __forceinline__ u32 warp_or(u32 x) {
     u32 y;
     asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(y) : "r"(x));

@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 
 import toytree
+from chord.cli._output import print_table
 
 PROBLEM = ["width=64", "lanes=2", "kind=f32", "num_tokens=1", "block_m=8"]
 
 
+def run(*words: object, without: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command, in a process that cannot import the module `without`."""
+    start = "import sys; sys.modules[sys.argv.pop(1)] = None; from chord.cli import main; main()"
+    command = [sys.executable, "-c", start, without, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
 def chord(*words: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "chord.cli", *map(str, words)], capture_output=True, text=True, check=False
-    )
+    done = run(*words)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr if code else done.stdout
 
@@ -86,9 +92,24 @@ def test_lookup_answers_and_says_what_is_allowed(tree: Path) -> None:
     assert "0..1000" in refused
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("num_tokens=--5", "'--5' is not a whole number"), ("width=128", "width is given twice: 64 and 128")],
+)
+def test_a_problem_that_is_misspelt(tree: Path, word: str, says: str) -> None:
+    words = [*PROBLEM[:3], "block_m=8", word] if word.startswith("num") else [*PROBLEM, word]
+    done = run("lookup", "toy", *words, "--arch", "sm_90a", "--registry", tree)
+    assert done.returncode != 0
+    assert says in done.stderr
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "90a", "sm_100", "sm_100f", "sm_103", "SM_90A", ""])
 def test_r08_architecture_names_are_strict(tree: Path, arch: str) -> None:
-    for command in (["lookup", "toy", *PROBLEM, "--registry", tree], ["build", "--root", tree]):
+    for command in (
+        ["lookup", "toy", *PROBLEM, "--registry", tree],
+        ["build", "--root", tree],
+        ["ls", "--registry", tree],
+    ):
         refused = chord(*command, "--arch", arch, code=1)
         assert all(name in refused for name in toytree.ARCHS)
 
@@ -123,6 +144,65 @@ def test_doctor_reports_registry_driver_compiler_and_settings(tree: Path) -> Non
     checks = {check["what"]: check for check in json.loads(chord("doctor", "--registry", tree, "--json"))}
     assert checks["registry"]["status"] == checks["cubins"]["status"] == checks["compiler"]["status"] == "ok"
     assert {"driver", "torch", "CHORD_REGISTRY", "CHORD_PIN"} <= set(checks)
+
+
+def test_r23_a_build_honours_the_settings(tree: Path, tmp_path: Path) -> None:
+    root = toytree.write(tmp_path / "tree")
+    assert run("build", CHORD_REGISTRY=str(root)).returncode == 0
+    digest = json.loads(chord("verify", "--registry", root, "--json"))["manifest_sha256"]
+    for option in ("--check", "--locked"):
+        assert run("build", option, CHORD_REGISTRY=str(root), CHORD_PIN=digest).returncode == 0
+        refused = run("build", option, "--root", tree, CHORD_REGISTRY="/nowhere", CHORD_PIN="0" * 64)
+        assert (refused.returncode, "CHORD_PIN expects" in refused.stderr) == (1, True)
+    refused = run("build", "--root", root, CHORD_PIN=digest)
+    assert (refused.returncode, "CHORD_PIN is set" in refused.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("words", [["build"], ["build", "--check"]])
+def test_a_folder_without_sources_is_left_alone(tmp_path: Path, words: list[str]) -> None:
+    refused = run(*words, CHORD_REGISTRY=str(tmp_path))
+    assert refused.returncode == 1
+    assert f"error: {tmp_path} holds no sources" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("CHORD_PIN", "xyz"), ("CHORD_REGISTRY", " ")])
+def test_doctor_reports_a_setting_that_cannot_be_honoured(name: str, value: str) -> None:
+    done = run("doctor", "--json", **{name: value})
+    assert done.returncode == 1
+    failed = {check["what"] for check in json.loads(done.stdout) if check["status"] == "failed"}
+    assert failed == {"registry", name}
+
+
+def test_tables_show_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("routes [measured]", ("advice",), [["pip install 'chord-registry[torch]'"]])
+    shown = capsys.readouterr().out
+    assert "routes [measured]" in shown
+    assert "pip install 'chord-registry[torch]'" in shown
+
+
+@pytest.mark.parametrize("module", ["jinja2", *(["tomli"] if sys.version_info < (3, 11) else [])])
+def test_doctor_works_without_what_only_a_build_needs(tree: Path, module: str) -> None:
+    done = run("doctor", "--registry", tree, "--json", without=module)
+    assert done.returncode == 0, done.stderr
+    checks = {check["what"]: check for check in json.loads(done.stdout)}
+    assert checks["compiler"]["status"] == "missing"
+    assert "chord-registry[build]" in checks["compiler"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("words", "without", "extra"),
+    [
+        (["build", "--check"], "jinja2", "build"),
+        (["verify", "--rebuild"], "jinja2", "build"),
+        (["bench", "docs"], "torch", "torch"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(tree: Path, words: list[str], without: str, extra: str) -> None:
+    place = {"build": ["--root", tree], "verify": ["--registry", tree], "bench": []}[words[0]]
+    done = run(*words, *place, without=without)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"error: this command needs {without}: pip install 'chord-registry[{extra}]'"
 
 
 def test_a_broken_template_fails_with_place_and_log(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from unit.registry.fakes import FakeApi
 
 from chord.errors import DriverError, UnsupportedDeviceError
 from chord.registry import grid
-from chord.registry.schema import GridRule
+from chord.registry.driver import Driver
+from chord.registry.launch import Kernel
+from chord.registry.schema import Arm, GridRule
 
 GOOD = {"x": 0x1000, "map": None, "num_tokens": 9, "factor": 2.5, "total": -3}
 INVALID_VALUE = 1
@@ -115,15 +117,22 @@ def test_grid_rules(rule, cluster, value, resident, sms, expected):
 def test_clusters_that_fit(root):
     api = FakeApi(clusters=8)
     kernel = samples.kernel("k", cluster=16, grid=GridRule(param="num_tokens", co_resident=True))
-    from chord.registry.driver import Driver
-    from chord.registry.launch import Kernel
-    from chord.registry.schema import Arm
-
     arm = Arm(template="t", args=samples.ARGS, summary="")
     made = Kernel("toy.k", samples.program("k", [kernel]), arm, "sm_90a", 0, Driver(api), [0x77])
     assert made.prepare(GOOD | {"num_tokens": 10**6}).grids == (128,)
     api.clusters = 0
     with pytest.raises(UnsupportedDeviceError, match=r"cannot hold one cluster of 16 blocks"):
+        Kernel("toy.k", samples.program("k", [kernel]), arm, "sm_90a", 0, Driver(api), [0x77])
+
+
+def test_too_few_clusters_fit(root):
+    rule = GridRule(param="num_tokens", co_resident=True, min_resident=40)
+    kernel = samples.kernel("k", cluster=16, grid=rule)
+    arm = Arm(template="t", args=samples.ARGS, summary="")
+    api = FakeApi(clusters=3)
+    Kernel("toy.k", samples.program("k", [kernel]), arm, "sm_90a", 0, Driver(api), [0x77])
+    api.clusters = 2
+    with pytest.raises(UnsupportedDeviceError, match=r"cannot hold 3 clusters of 16 blocks with"):
         Kernel("toy.k", samples.program("k", [kernel]), arm, "sm_90a", 0, Driver(api), [0x77])
 
 

@@ -127,6 +127,33 @@ def test_wrong_kinds(call):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("top_k", "8", r"top_k: expected an int, got '8' \(str\)"),
+        ("top_k", 8.0, r"top_k: expected an int, got 8.0 \(float\)"),
+        ("block_m", 8.0, r"block_m: expected an int, got 8.0 \(float\)"),
+        ("renormalize", None, r"renormalize: expected a bool, got None"),
+        ("renormalize", "no", r"renormalize: expected a bool, got 'no'"),
+        ("routed_scaling_factor", "2", r"routed_scaling_factor: expected a number, got '2'"),
+        ("routed_scaling_factor", torch.tensor(2.0), r"routed_scaling_factor: expected a number, got tensor"),
+    ],
+)
+def test_wrong_kinds_of_settings(call, name, value, message):
+    settings = {"top_k": 8, "block_m": 8, name: value}
+    for function in (router.fused_router, router.prepare_fused_router):
+        with pytest.raises(TypeError, match=message):
+            function(call["logits"], call["bias"], **settings)
+    if name == "block_m":
+        with pytest.raises(TypeError, match=message):
+            router.route_plan(torch.zeros((TOKENS, 8), dtype=torch.int32), 384, value)
+
+
+def test_a_program_can_be_named_on_a_gpu_alone(call):
+    with pytest.raises(ValueError, match=r"program: expected None for CPU tensors"):
+        router.prepare_fused_router(call["logits"], call["bias"], top_k=8, block_m=8, program="fused_router.small")
+
+
+@pytest.mark.parametrize(
     ("local", "count", "message"),
     [
         (range(0), None, r"local_experts: expected a non-empty range within 0..383"),
