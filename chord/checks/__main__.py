@@ -4,7 +4,7 @@ With --tiny the inputs suit a sanitizer, which need not look at torch's kernels:
 
     compute-sanitizer --tool memcheck --kernel-name kernel_substring=fused_router python -m chord.checks --tiny
     compute-sanitizer --tool racecheck --kernel-name kernel_substring=fused_router python -m chord.checks --tiny
-    compute-sanitizer --tool racecheck --kernel-name kernel_substring=w4a16 python -m chord.checks --tiny --only '*4a16*'
+    compute-sanitizer --tool racecheck --kernel-name kernel_substring=w4a16 python -m chord.checks --tiny --only 'moe*'
     compute-sanitizer --tool synccheck --kernel-name kernel_substring=route_plan python -m chord.checks --tiny
 """
 
