@@ -29,6 +29,7 @@ def register(app: typer.Typer) -> None:
     bench.command("docs")(bench_docs)
     tune = typer.Typer(help="Measure every arm on this GPU and write the routes.", no_args_is_help=True)
     tune.command("router")(tune_router)
+    tune.command("w4a16")(tune_w4a16)
     app.add_typer(bench, name="bench")
     app.add_typer(tune, name="tune")
     app.command("qualify")(qualify)
@@ -105,6 +106,19 @@ def tune_router(
 
     results, tuned = tune(samples=samples, commit=commit, progress=_print_row)
     console().print(f"routes written; measurements in {write_tuned(results, tuned, out)}; now run chord build")
+
+
+def tune_w4a16(
+    out: Out = Path("bench/results"),
+    samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 41,
+    commit: Commit = None,
+) -> None:
+    """Time every W4A16 arm at every size and write the routes into the registry; then run `chord build`."""
+    _require_gpu()
+    from chord.tune.w4a16 import tune, write_tuned
+
+    results, routes = tune(samples=samples, commit=commit, progress=_print_row)
+    console().print(f"routes written; measurements in {write_tuned(results, routes, out)}; now run chord build")
 
 
 def qualify(
