@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import chord
+from chord.bench.host import launch_times
 from chord.checks import w4a16 as checks
 from chord.w4a16.layout import WeightShape
 from chord.w4a16.reference import rms_error
@@ -58,6 +59,12 @@ def test_a_prepared_launch_allocates_nothing(device):
     for _ in range(20):
         prepared()
     assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
+
+
+def test_a_prepared_launch_costs_at_most_a_microsecond_above_a_bare_driver_call(device):
+    case = checks.gemm_case(WeightShape(8, 256, 256), 4, 2, 8, "random", device)
+    times = launch_times(chord.prepare_moe_w4a16(case.x, case.packed, case.plan, top_k=2, block_m=8))
+    assert times.prepared_us - times.bare_us <= 1.0, times[:2]
 
 
 def test_the_layer_agrees_with_the_cpu(layer, device):
