@@ -10,7 +10,7 @@ from chord.build.closure import Closure, Headers
 from chord.build.nvrtc import Request
 from chord.build.plan import plan_operator
 from chord.build.planned import OperatorPlan, PlannedProgram
-from chord.build.render import Renderer
+from chord.build.render import SOURCE_ENDINGS, Renderer
 from chord.build.tables import Cells, RegistryRow
 from chord.build.toolchain import ToolchainPin
 from chord.build.tree import Tree
@@ -152,5 +152,5 @@ def _hash_sources(tree: Tree) -> dict[str, str]:
     return {
         path.relative_to(tree.templates).as_posix(): closure.sha256_text(closure.read_source(path))
         for path in tree.templates.rglob("*")
-        if path.is_file() and path.name.endswith((".cu.j2", ".cuh"))
+        if path.is_file() and path.name.endswith(SOURCE_ENDINGS)
     }

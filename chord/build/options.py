@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 ALLOWED = (
@@ -17,12 +18,22 @@ ALLOWED = (
     "--no-source-include",
     "--prec-div=",
     "--prec-sqrt=",
-    "--ptxas-options=",
+    "--ptxas-options=--allow-expensive-optimizations=",
+    "--ptxas-options=--opt-level=",
+    "--ptxas-options=--register-usage-level=",
+    "--ptxas-options=--verbose",
+    "--ptxas-options=--warn-on-spills",
     "--restrict",
     "--split-compile=1",
     "--std=",
 )
-"""Long spellings; one that ends in `=` or `_` is followed by a value."""
+"""Long spellings; one that ends in `=` or `_` is followed by a value.
+
+Of ptxas only what is listed: it has options that read a file (--options-file) or write paths (--generate-line-info).
+"""
+
+_VALUE = re.compile(r"\w[\w+]*")
+"""One word, as in c++17: a comma would begin a further option of ptxas."""
 
 REQUIRED = ("--no-cache", "--no-source-include")
 """Without these NVRTC reads the working directory or the driver's cache."""
@@ -35,5 +46,5 @@ def refused(options: Iterable[str]) -> list[str]:
 
 def _matches(option: str, allowed: str) -> bool:
     if allowed.endswith(("=", "_")):
-        return option.startswith(allowed) and len(option) > len(allowed) and not any(c.isspace() for c in option)
+        return option.startswith(allowed) and _VALUE.fullmatch(option, len(allowed)) is not None
     return option == allowed

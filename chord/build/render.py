@@ -1,31 +1,46 @@
 """Templates to CUDA source, and the tables' expressions to values. Strict: a name that is not defined is an error.
 
-Deterministic: nothing in the environment depends on time, chance or the machine.
+Deterministic: nothing in the environment depends on time, chance or the machine. Sandboxed: a table is data, and an
+expression in it reaches no Python but the operators, filters and functions of Jinja.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from chord.errors import TableError
 from chord.registry.schema import Constant
+
+SOURCE_ENDINGS = (".cu.j2", ".cuh")
+"""Files under templates/ that are sources: recorded in the manifest, and carried by wheels."""
 
 
 class RenderError(TableError):
     """A template that cannot be rendered with a program's constants; names the template and the line."""
 
 
+class _Loader(jinja2.FileSystemLoader):
+    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, Callable[[], bool]]:
+        if not template.endswith(SOURCE_ENDINGS):
+            raise RenderError(
+                f"templates/{template}: expected a name that ends in {' or '.join(SOURCE_ENDINGS)}: "
+                "no other file is recorded and packaged"
+            )
+        return super().get_source(environment, template)
+
+
 class Renderer:
     """Renders the templates of one folder."""
 
     def __init__(self, templates: Path) -> None:
-        self._environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(templates, encoding="utf-8"),
+        self._environment = ImmutableSandboxedEnvironment(
+            loader=_Loader(templates, encoding="utf-8"),
             undefined=jinja2.StrictUndefined,
-            autoescape=False,  # noqa: S701 - the output is CUDA, not HTML
+            autoescape=False,
             keep_trailing_newline=True,
             newline_sequence="\n",
             trim_blocks=True,

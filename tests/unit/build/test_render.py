@@ -45,6 +45,8 @@ def test_optional_constants_can_be_asked_for(tmp_path: Path, renderer: Renderer)
         ("{% include 'other.cuh' %}", r"templates/other\.cuh: no such template"),
         ("{{ [1, 2] | random }}", r"op/arm\.cu\.j2:1: No filter named 'random'"),
         ("{{ lipsum() }}", r"'lipsum' is undefined"),
+        ("{{ cycler.__init__.__globals__ }}", r"op/arm\.cu\.j2:1: .*unsafe"),
+        ("one\n{% include 'op/part.txt' %}", r"op/arm\.cu\.j2:2: templates/op/part\.txt: expected a name that ends in"),
     ],
 )
 def test_errors_name_template_and_line(tmp_path: Path, renderer: Renderer, text: str, said: str) -> None:
@@ -89,6 +91,7 @@ def test_evaluates(renderer: Renderer, expression: int | str, value: int | str) 
         ("n // 0", "zero"),
         ("n + 'x'", "expression"),
         ("none", "got None"),
+        ("cycler.__init__.__globals__.os.getpid()", "unsafe"),
     ],
 )
 def test_refuses_expressions(renderer: Renderer, expression: str, said: str) -> None:

@@ -133,6 +133,20 @@ def test_both_platforms_are_pinned_and_the_identity_names_none() -> None:
         ('"--no-source-include",', "", r"missing: --no-source-include"),
         ('"--std=c++17",', '"--std=c++17", "--generate-line-info",', r"options refused: --generate-line-info"),
         ('"--std=c++17",', '"--std=c++17", "-I/usr/include",', r"options refused: -I/usr/include"),
+        *(
+            (
+                '"--std=c++17",',
+                f'"--std=c++17", "--ptxas-options={option}",',
+                f"options refused: --ptxas-options={option}",
+            )
+            for option in (
+                "--options-file=more",
+                "-optf=more",
+                "--generate-line-info",
+                "--opt-level=3,--options-file=more",
+                "--opt-level=",
+            )
+        ),
         (
             '["--gpu-architecture=sm_103a"]',
             '["--gpu-architecture=sm_103"]',
