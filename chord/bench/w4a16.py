@@ -103,11 +103,11 @@ def run(
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
 ) -> Results:
-    """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without it chord alone.
+    """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
     progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has no time.
     """
-    found = {} if peers is None else {name: make(peers) for name, make in PEERS.items()}
+    found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
     timer = EventTimer(steady_ms)
@@ -124,6 +124,19 @@ def run(
             weights = make_weights(cell.shape)
         add(measure_cell(cell, weights, timer, list(found.values()), samples))
     return results
+
+
+def usable_peers(folder: Path) -> dict[str, Peer]:
+    """By name; one that cannot be had from the folder is left out with a warning. Raises ValueError when none can."""
+    found = {}
+    for name, make in PEERS.items():
+        try:
+            found[name] = make(folder)
+        except (ImportError, OSError, RuntimeError) as error:
+            warnings.warn(f"{name} left out: {error}", stacklevel=2)
+    if not found:
+        raise ValueError(f"{folder}: expected a folder with {' or '.join(PEERS)}, neither can be used")
+    return found
 
 
 def make_weights(shape: WeightShape) -> Weights:

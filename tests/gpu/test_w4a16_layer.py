@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import chord
+from chord import _runtime
 from chord.bench.host import launch_times
 from chord.checks import w4a16 as checks
 from chord.w4a16.layout import WeightShape
@@ -67,6 +68,34 @@ def test_a_prepared_launch_costs_at_most_a_microsecond_above_a_bare_driver_call(
     assert times.prepared_us - times.bare_us <= 1.0, times[:2]
 
 
+def test_opcheck(device):
+    case = checks.gemm_case(GATE_UP, 9, 2, 8, "random", device, weighted=True)
+    scalars = (True, 2, 8, 3, False, True)
+    arguments = (case.x, case.packed.data, *case.plan, case.row_weight, *scalars)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.chord.moe_w4a16.default, arguments, test_utils=tests)
+    out = torch.zeros(18, GATE_UP.n, dtype=torch.bfloat16, device=device)
+    torch.library.opcheck(torch.ops.chord.moe_w4a16_out.default, (*arguments, out), test_utils=tests)
+
+
+def test_the_layer_compiles_to_one_graph(layer, device):
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 33):
+        given = inputs(device, tokens=tokens)
+        assert torch.equal(compiled(*given), layer(*given))
+
+
+def test_the_first_call_may_be_inside_a_capture_once_programs_are_loaded(layer, device):
+    _runtime.registry().preload("moe_w4a16")
+    x, weights, ids = inputs(device, tokens=7)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x, weights, ids)
+    graph.replay()
+    assert torch.equal(captured, layer(x, weights, ids))
+
+
 def test_the_layer_agrees_with_the_cpu(layer, device):
     x, weights, ids = inputs(device)
     ids[::3, 0] = -1
@@ -88,8 +117,7 @@ def test_the_layer_replays_in_a_graph(layer, device):
 
 
 def test_loading_needs_little_more_memory_than_the_packed_experts(device, tmp_path):
-    from safetensors.torch import save_file
-
+    save_file = pytest.importorskip("safetensors.torch").save_file
     shapes = {"w13": WeightShape(32, 1024, 1024, gated=True), "w2": WeightShape(32, 1024, 512)}
     tensors = {}
     for name, shape in shapes.items():

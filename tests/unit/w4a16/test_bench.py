@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chord.bench import docs, plot, report, results, w4a16, w4a16_peers
+from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_peers
 from chord.bench.results import Results, Row
 from chord.w4a16.layout import WeightShape
 
@@ -123,3 +123,65 @@ def test_a_peer_that_fails_is_left_out_and_said_so(monkeypatch):
     work = w4a16_peers.Work(WeightShape(1, 64, 64), torch.empty(1, 64), torch.zeros(1, 1, dtype=torch.int32), 1)
     with pytest.warns(UserWarning, match="fails left out at 1 rows of .*division"):
         assert set(w4a16._working(Peer(), work)) == {"works"}
+
+
+def test_peers_that_the_folder_lacks_are_left_out(tmp_path, monkeypatch):
+    class Peer:
+        version = "1"
+
+    monkeypatch.setitem(w4a16.PEERS, "humming", lambda folder: Peer())
+    with pytest.warns(UserWarning, match="marlin left out: .*No such file"):
+        assert list(w4a16.usable_peers(tmp_path)) == ["humming"]
+    monkeypatch.delitem(w4a16.PEERS, "humming")
+    with pytest.warns(UserWarning, match="marlin left out"), pytest.raises(ValueError, match="expected a folder with"):
+        w4a16.usable_peers(tmp_path)
+
+
+class FakeClock:
+    """Counts flushes and calls; events are done unless more than `needed` flushes lie before each call."""
+
+    def __init__(self, needed):
+        self.needed, self.flushes, self.calls = needed, 0, 0
+
+    def flush(self):
+        self.flushes += 1
+
+    def call(self):
+        self.calls += 1
+
+    def event(self):
+        clock = self
+
+        class Event:
+            def record(self):
+                self.at = (clock.flushes, clock.calls)
+
+            def elapsed_time(self, other):
+                return (other.at[1] - self.at[1]) * 1e-3
+
+            def query(self):
+                return clock.flushes < clock.needed
+
+        return Event()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    def use(needed):
+        made = FakeClock(needed)
+        monkeypatch.setattr(timing, "ReadFlush", lambda: made.flush)
+        monkeypatch.setattr(timing, "_event", made.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        return made, timing.EventTimer(steady_ms=0)
+
+    return use
+
+
+def test_events_enclose_one_call_each_and_flushes_grow_until_the_host_is_ahead(clock):
+    made, timer = clock(needed=3 * 2 * (1 + 2))  # enough only after rounds with one flush, then two
+    times = timer.measure({"a": made.call, "b": made.call}, samples=3)
+    assert times == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}
+    assert made.flushes == 3 * 2 * (1 + 2)
+    made, timer = clock(needed=1 << 30)
+    with pytest.raises(timing.TimelineError, match="launched a, b more slowly than the GPU ran them, with up to 8"):
+        timer.measure({"a": made.call, "b": made.call}, samples=3)
