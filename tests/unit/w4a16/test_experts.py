@@ -16,7 +16,7 @@ PREFIX = "model.layers.1.mlp.experts"
 SCHEME = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "ignore": ["lm_head", "re:.*self_attn.*"],
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
