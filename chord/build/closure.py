@@ -19,6 +19,8 @@ from pathlib import Path
 
 from chord.build.scan import ClosureError, Include, scan
 
+HEADER_ENDING = ".cuh"
+
 
 @dataclass(frozen=True)
 class Closure:
@@ -70,6 +72,11 @@ class Headers:
                 raise ClosureError(
                     f"{user}:{include.line}: {include.header!r} is not under templates/include: headers come from "
                     "there alone, toolkit and system headers are not used"
+                )
+            if path.suffix != HEADER_ENDING:
+                raise ClosureError(
+                    f"{user}:{include.line}: {include.header!r}: expected a name that ends in {HEADER_ENDING}: "
+                    "no other header is recorded and packaged"
                 )
             text = read_source(path)
             known = self._known[include.header] = (text, scan(text, f"templates/include/{include.header}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from chord._version import __version__, same_version
 from chord.build import closure, options, tables, toolchain
 from chord.build.closure import Closure, Headers
 from chord.build.nvrtc import Request
@@ -100,6 +101,11 @@ def read(tree: Tree) -> Work:
     pin = toolchain.load(tree.toolchain, "build/toolchain.toml")
     _check_options(pin)
     registry = tables.load_registry(tree.registry / "registry.toml", "registry/registry.toml")
+    if not same_version(registry.version, __version__):
+        raise TableError(
+            f"registry/registry.toml: version: expected {__version__}, this chord's (chord/_version.py), got "
+            f"{registry.version}: no chord but that one could open the manifest"
+        )
     renderer, headers = Renderer(tree.templates), Headers(tree.include)
     plans = []
     for path in sorted(tree.registry.glob("*.toml")):

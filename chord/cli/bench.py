@@ -101,6 +101,11 @@ def tune_router(
     commit: Commit = None,
 ) -> None:
     """Time every router arm at every size and write the routes into the registry; then run `chord build`."""
+    import tomlkit  # noqa: F401 - needed last: better missed now than after the measurements
+
+    from chord.build.tree import Tree
+
+    Tree.default().require_checkout()
     _require_gpu()
     from chord.tune.router import tune, write_tuned
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chord import _paths, _settings
-from chord._version import __version__
+from chord._version import __version__, same_version
 from chord.errors import (
     DriverError,
     ManifestError,
@@ -246,8 +246,7 @@ def _check_pins(path: Path, digest: str, pins: Mapping[str, str | None]) -> None
 
 
 def _check_version(path: Path, version: str) -> None:
-    """A local suffix (+cu130) says how something was built, not what it is."""
-    if version.partition("+")[0] != __version__.partition("+")[0]:
+    if not same_version(version, __version__):
         raise ManifestError(
             f"{path} belongs to chord {version}, this is chord {__version__}; install the two that belong together, "
             "or rebuild with `chord build`"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import toytree
+from chord._version import __version__
 from chord.build.builder import BuildFailedError, build
 from chord.build.nvrtc import Request, Result
 from chord.build.pool import CompilerPool
@@ -144,6 +145,14 @@ def test_an_error_in_the_table_comes_before_anything_else(built: Tree) -> None:
     before = snapshot(built)
     toytree.edit(built.root, "registry/toy.toml", '[3, 1000, "many"]', '[4, 1000, "many"]')
     with pytest.raises(TableError, match="no route"):
+        build(tree=built)
+    assert snapshot(built) == before
+
+
+def test_a_registry_of_another_version_is_not_published(built: Tree) -> None:
+    before = snapshot(built)
+    toytree.edit(built.root, "registry/registry.toml", f'version = "{__version__}"', 'version = "99.0"')
+    with pytest.raises(TableError, match=rf"registry\.toml: version: expected {__version__}, .* got 99\.0"):
         build(tree=built)
     assert snapshot(built) == before
 

@@ -137,14 +137,14 @@ private:
     // While the first loads fly: clear the plan, read the map, make the mbarrier known to the cluster.
     static __device__ __forceinline__ void prologue(Shared& s, const SmallArguments& a, u32 tokens) {
         if constexpr (!kOneCta) {
+            const u32 bar = ptx::shared_address(&s.arrived);
             if (threadIdx.x == 0) {
-                const u32 bar = ptx::shared_address(&s.arrived);
                 ptx::mbarrier_init(bar, 1);
                 ptx::mbarrier_init_fence();
-                ptx::mbarrier_arrive_expect(bar, tokens * C::K * 2);
             }
             __syncwarp();
             ptx::cluster_arrive_relaxed();  // the mbarrier's fence is all that it must order
+            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(bar, tokens * C::K * 2);
         }
         RowPlan::clear(s.plan, threadIdx.x, C::THREADS);
         if (threadIdx.x < C::GROUPS * kWarp) {

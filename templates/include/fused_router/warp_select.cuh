@@ -301,6 +301,7 @@ struct WarpSelect {
 
     // Exact and slow: finds the K-th largest key by halving; its last places go to the lowest ids.
     static __device__ __forceinline__ void select_exact(const T* logits, const f32* bias_at, u32 scratch, u32 lane) {
+        __syncwarp();  // the scratch is free: all lanes have read the row before
         u32 keys[kGroups][4], lane_max = 0;
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {

@@ -30,14 +30,14 @@ struct ChunkCounts {
 
     // First of all: the barrier, zeros, and the news to the cluster. A barrier must follow.
     __device__ __forceinline__ void open() {
+        const u32 at = ptx::shared_address(&bar);
         if (threadIdx.x == 0) {
-            const u32 at = ptx::shared_address(&bar);
             ptx::mbarrier_init(at, 1);
             ptx::mbarrier_init_fence();
-            ptx::mbarrier_arrive_expect(at, sizeof(before) + sizeof(total));
         }
         __syncwarp();
         ptx::cluster_arrive_relaxed();
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(at, sizeof(before) + sizeof(total));
         if (threadIdx.x < 128) (&sums[0][0])[threadIdx.x] = 0;
     }
 

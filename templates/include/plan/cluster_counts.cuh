@@ -21,14 +21,14 @@ struct ClusterCounts {
 
     // First of all: the barrier, and the news to the cluster that it is there. Counts of `experts` experts will be sent.
     __device__ __forceinline__ void open(u32 experts) {
+        const u32 at = ptx::shared_address(&bar);
         if (threadIdx.x == 0) {
-            const u32 at = ptx::shared_address(&bar);
             ptx::mbarrier_init(at, 1);
             ptx::mbarrier_init_fence();
-            ptx::mbarrier_arrive_expect(at, kCluster * pieces_of(experts) * 16);
         }
         __syncwarp();
         ptx::cluster_arrive_relaxed();
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(at, kCluster * pieces_of(experts) * 16);
     }
 
     // Waits until every CTA of the cluster has opened. Between open() and send().

@@ -23,14 +23,16 @@ struct ClusterRows {
 
     // First of all; CTA c will send rows [c * each, (c + 1) * each) of the `tokens` rows. A barrier must follow.
     __device__ __forceinline__ void open(u32 tokens, u32 each) {
-        if (threadIdx.x < kCluster) {
-            const u32 at = ptx::shared_address(&bars[threadIdx.x]);
+        const u32 sender = threadIdx.x, at = ptx::shared_address(&bars[sender % kCluster]);
+        if (sender < kCluster) {
             ptx::mbarrier_init(at, 1);
             ptx::mbarrier_init_fence();
-            ptx::mbarrier_arrive_expect(at, (end_of(threadIdx.x, tokens, each) - first_of(threadIdx.x, tokens, each)) * (K * 2));
         }
         __syncwarp();
         ptx::cluster_arrive_relaxed();
+        if (sender < kCluster) {
+            ptx::mbarrier_arrive_expect(at, (end_of(sender, tokens, each) - first_of(sender, tokens, each)) * (K * 2));
+        }
         for (u32 i = threadIdx.x; i < kMaxExperts; i += blockDim.x) counts[i] = 0;
     }
 

@@ -101,6 +101,12 @@ def test_a_header_beside_the_including_one_is_not_found(include: Path) -> None:
         Headers(include).needed_by(SOURCE, "k.cu")
 
 
+def test_a_header_that_no_wheel_would_carry_is_refused(include: Path) -> None:
+    (include / "old.h").write_text("")
+    with pytest.raises(ClosureError, match=r"^k\.cu:1: 'old\.h': expected a name that ends in \.cuh"):
+        Headers(include).needed_by('#include "old.h"\n', "k.cu")
+
+
 def test_headers_that_include_each_other(include: Path) -> None:
     (include / "c.cuh").write_text('#pragma once\n#include "a.cuh"\n')
     assert list(Headers(include).needed_by(SOURCE, "k.cu")) == ["a.cuh", "c.cuh", "deep/b.cuh"]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import toytree
+from chord import _paths
 from chord.build import jobs, tables
 from chord.build.tree import Tree
 from chord.errors import TableError
+from chord.registry.schema import Axis
 
 TOY = "registry/toy.toml"
 
@@ -199,3 +203,9 @@ def test_any_damage_is_a_table_error_or_a_plan(data: st.DataObject, tmp_path_fac
     (root / TOY).write_text("\n".join([*lines[:index], *damaged, *lines[index + 1 :]]))
     with suppress(TableError):
         jobs.read(Tree(root))
+
+
+@pytest.mark.parametrize("row", [tables.ArmRow, tables.KernelRow, tables.GridRow, tables.WorkspaceRow, Axis])
+def test_every_key_is_in_the_legend(row: type[msgspec.Struct]) -> None:
+    page = (_paths.PACKAGE.parent / "docs" / "adding-a-kernel.md").read_text()
+    assert [field for field in row.__struct_fields__ if not re.search(rf"\b{field}\b", page)] == []
