@@ -101,12 +101,7 @@ def tune_router(
     commit: Commit = None,
 ) -> None:
     """Time every router arm at every size and write the routes into the registry; then run `chord build`."""
-    import tomlkit  # noqa: F401 - needed last: better missed now than after the measurements
-
-    from chord.build.tree import Tree
-
-    Tree.default().require_checkout()
-    _require_gpu()
+    _require_tuning()
     from chord.tune.router import tune, write_tuned
 
     results, tuned = tune(samples=samples, commit=commit, progress=_print_row)
@@ -119,7 +114,7 @@ def tune_w4a16(
     commit: Commit = None,
 ) -> None:
     """Time every W4A16 arm at every size and write the routes into the registry; then run `chord build`."""
-    _require_gpu()
+    _require_tuning()
     from chord.tune.w4a16 import tune, write_tuned
 
     results, routes = tune(samples=samples, commit=commit, progress=_print_row)
@@ -152,6 +147,16 @@ def qualify(
         console().print(f"{len(verdicts)} programs checked, {failed} failed")
     if failed:
         raise typer.Exit(1)
+
+
+def _require_tuning() -> None:
+    """What a tuner needs last is better missed now than after the measurements."""
+    import tomlkit  # noqa: F401
+
+    from chord.build.tree import Tree
+
+    Tree.default().require_checkout()
+    _require_gpu()
 
 
 def _require_gpu() -> None:
