@@ -7,6 +7,7 @@ import torch
 
 import chord
 from chord import _runtime
+from chord.bench import w4a16 as bench
 from chord.bench.host import launch_times
 from chord.checks import w4a16 as checks
 from chord.w4a16.layout import WeightShape
@@ -133,3 +134,13 @@ def test_loading_needs_little_more_memory_than_the_packed_experts(device, tmp_pa
     words, scales = chord.unpack_w4a16(chord.PackedW4A16(loaded.w2, loaded.w2_shape))
     assert torch.equal(words.cpu(), tensors["experts.w2_weight_packed"])
     assert torch.equal(scales.cpu(), tensors["experts.w2_weight_scale"])
+
+
+def test_the_bench_measures_what_it_has_checked(monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "ep8_prefill", {"gate_up": GATE_UP, "down": DOWN})
+    found = bench.run(scenarios=["ep8_prefill"], samples=5, steady_ms=5, commit="c")
+    assert [(row.scenario, row.proj) for row in found.rows] == [
+        ("read", None), ("ep8_prefill", "gate_up"), ("ep8_prefill", "down")
+    ]  # fmt: skip
+    assert all(row.us > 0 and row.bytes for row in found.rows)
+    assert found.rows[0].bytes / found.rows[0].us > 1e6, "more than 1 TB/s"
