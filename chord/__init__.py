@@ -23,24 +23,38 @@ if TYPE_CHECKING:
     from chord.router import max_route_blocks as max_route_blocks
     from chord.router import prepare_fused_router as prepare_fused_router
     from chord.router import route_plan as route_plan
+    from chord.w4a16 import PackedW4A16 as PackedW4A16
+    from chord.w4a16 import W4A16Experts as W4A16Experts
+    from chord.w4a16 import moe_w4a16 as moe_w4a16
+    from chord.w4a16 import pack_w4a16 as pack_w4a16
+    from chord.w4a16 import prepare_moe_w4a16 as prepare_moe_w4a16
+    from chord.w4a16 import route_intervals as route_intervals
+    from chord.w4a16 import unpack_w4a16 as unpack_w4a16
 
 _HOMES = {
     "ChordError": "chord.errors",
     "Kernel": "chord.registry",
+    "PackedW4A16": "chord.w4a16",
     "PreparedLaunch": "chord.registry",
     "Registry": "chord.registry",
     "RoutePlan": "chord.router",
     "Selection": "chord.registry",
+    "W4A16Experts": "chord.w4a16",
     "allocate_route_plan": "chord.router",
     "fused_router": "chord.router",
     "max_route_blocks": "chord.router",
+    "moe_w4a16": "chord.w4a16",
+    "pack_w4a16": "chord.w4a16",
     "prepare_fused_router": "chord.router",
+    "prepare_moe_w4a16": "chord.w4a16",
+    "route_intervals": "chord.w4a16",
     "route_plan": "chord.router",
+    "unpack_w4a16": "chord.w4a16",
 }
 """Where each public name is defined."""
 
-_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune"])
-_OWN = _MODULES | {"__init__", "_data", "_paths", "_settings", "_version"}
+_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune", "w4a16"])
+_OWN = _MODULES | {"__init__", "_data", "_paths", "_runtime", "_settings", "_version"}
 """What may lie in this folder. Another public project has the import root `chord`, too."""
 
 

@@ -19,7 +19,11 @@ PREFIX = "CHORD_"
 KNOWN = {
     "CHORD_REGISTRY": "folder that holds manifest.json and the cubin store, instead of the packaged registry",
     "CHORD_PIN": "SHA-256 digest that the manifest must have, 64 lower-case hex digits",
+    "CHORD_SM90_DECODE": "0 or 1: a W4A16 profile's name on an H200, and nothing else: one layout serves both phases",
+    "CHORD_USE_GROUPED": "0 or 1: a W4A16 profile's name on an H200, and nothing else: one layout serves all operators",
 }
+WITHOUT_EFFECT = ("CHORD_SM90_DECODE", "CHORD_USE_GROUPED")
+"""Switches between packings elsewhere. There is one packing here, so that they select no kernel."""
 
 _warned: set[str] = set()
 
@@ -30,6 +34,8 @@ class Settings:
 
     registry: Path | None = None
     pin: str | None = None
+    sm90_decode: bool | None = None
+    use_grouped: bool | None = None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -42,6 +48,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     return Settings(
         registry=None if registry is None else Path(registry),
         pin=None if pin is None else checked_pin(pin, "CHORD_PIN"),
+        sm90_decode=_switch(environ, "CHORD_SM90_DECODE"),
+        use_grouped=_switch(environ, "CHORD_USE_GROUPED"),
     )
 
 
@@ -53,6 +61,23 @@ def checked_pin(pin: str, source: str) -> str:
             f"got {len(pin)} characters"
         )
     return pin
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    """A variable that is 0 or 1. That it has no effect on kernels is said once per process."""
+    value = environ.get(name)
+    if value is None:
+        return None
+    if value not in ("0", "1"):
+        raise SettingsError(f"{name} is {value!r}: expected 0 or 1; set one or unset it")
+    if name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"{name}={value} selects no kernel: one packed layout serves prefill, decode and every operator. It only "
+            "chooses the name of a W4A16Experts profile",
+            stacklevel=4,
+        )
+    return value == "1"
 
 
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:

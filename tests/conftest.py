@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-_NEED_TORCH = ["unit/router/*", "gpu/*"]
+_NEED_TORCH = ["unit/router/*", "unit/w4a16/*", "gpu/*"]
 
 collect_ignore_glob = [] if _HAS_TORCH else _NEED_TORCH
 

@@ -4,8 +4,9 @@
     (replaced)
     <!-- end of figures -->
 
-Regions: `router <scenario>` (table and plot of a router scenario), `host` (the host suite's table), `arms` (which token
-counts run which router arm, from the manifest).
+Regions: `router <scenario>` (table and plot of a router scenario), `w4a16 <scenario>` (table, and a plot for each
+projection that was measured at more than one count), `host` (the host suite's table), `arms` (which token counts run
+which router arm, from the manifest).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from chord.bench.plot import log_log, router_series
-from chord.bench.report import host_table, router_table, setting
+from chord.bench.plot import log_log, router_series, w4a16_series
+from chord.bench.report import host_table, router_table, setting, w4a16_table
 from chord.bench.results import Results, read
 from chord.registry import Registry
 
@@ -52,7 +53,11 @@ def _content(region: str, document: Path, folder: Path) -> str:
         return f"{setting(results)}\n\n{host_table(results)}"
     if kind == "router" and scenario:
         return _router(scenario, document, folder)
-    raise ValueError(f"{document}: unknown figures {region!r}, expected `arms`, `host` or `router <scenario>`")
+    if kind == "w4a16" and scenario:
+        return _w4a16(scenario, document, folder)
+    raise ValueError(
+        f"{document}: unknown figures {region!r}, expected `arms`, `host`, `router <scenario>` or `w4a16 <scenario>`"
+    )
 
 
 def _router(scenario: str, document: Path, folder: Path) -> str:
@@ -64,6 +69,20 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
     title = f"Router {scenario}, block_m {PLOTTED_BLOCK_M}, {results.gpu}, cold L2"
     drawing.write_text(log_log(series, title), encoding="utf-8")
     return f"{setting(results)}\n\n{table}\n![{title}]({drawing.name})\n"
+
+
+def _w4a16(scenario: str, document: Path, folder: Path) -> str:
+    results = latest(folder, "w4a16")
+    parts = [setting(results), w4a16_table(results, scenario)]
+    for proj in ("gate_up", "down"):
+        series = w4a16_series(results, scenario, proj)
+        if len(series.get("chord", ())) < 2:
+            continue
+        drawing = document.parent / f"{document.stem}-{scenario}-{proj}.svg".replace("_", "-")
+        title = f"W4A16 {scenario} {proj}, {results.gpu}, cold L2"
+        drawing.write_text(log_log(series, title), encoding="utf-8")
+        parts.append(f"![{title}]({drawing.name})\n")
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def arms_table(registry: Registry) -> str:

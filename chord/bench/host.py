@@ -1,4 +1,4 @@
-"""Host time of router launches: a bare driver call, a prepared launch, the eager operator, a process's first call."""
+"""Host time of launches: a bare driver call, a prepared launch, the eager operator, a process's first call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ import torch
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
 from chord.checks.inputs import SELECTIONS, normal_case
+from chord.checks.w4a16 import gemm_case
 from chord.registry import PreparedLaunch
 from chord.router import PreparedFusedRouter, allocate_route_plan, fused_router, prepare_fused_router
+from chord.w4a16 import PreparedMoeW4A16, WeightShape, moe_w4a16, prepare_moe_w4a16
+
+AnyPrepared = PreparedFusedRouter | PreparedMoeW4A16
 
 METHOD = (
     "host clock around each call, bare driver call and prepared launch in turn; eager calls one after the other;"
@@ -61,7 +65,7 @@ class FirstCall(NamedTuple):
     """Whether a compiler library is mapped into the process (torch itself may map one)."""
 
 
-def bare_launch(prepared: PreparedFusedRouter) -> Callable[[], None]:
+def bare_launch(prepared: AnyPrepared) -> Callable[[], None]:
     """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream."""
     launch = prepared.launch
     if not isinstance(launch, PreparedLaunch):
@@ -80,7 +84,7 @@ def bare_launch(prepared: PreparedFusedRouter) -> Callable[[], None]:
     return several
 
 
-def launch_times(prepared: PreparedFusedRouter, launches: int = 10_000) -> LaunchTimes:
+def launch_times(prepared: AnyPrepared, launches: int = 10_000) -> LaunchTimes:
     """Times `launches` bare and prepared launches in turn. The GPU keeps up: a launch costs it less than the host."""
     bare = bare_launch(prepared)
     samples: tuple[list[float], list[float]] = ([], [])
@@ -156,6 +160,7 @@ def run(
 
     for tokens in (1, 16, 300, 2048):
         _add_launches(tokens, launches, add)
+    _add_w4a16_launches(launches, add)
     firsts = [first_call(1) for _ in range(processes)]
     add("first_call", 1, "", [first.call_us for first in firsts])
     add("import", 1, "", [first.import_us for first in firsts])
@@ -175,3 +180,17 @@ def _add_launches(tokens: int, launches: int, add: Callable[[str, int, str, list
     for scenario, own in (("eager", None), ("eager_own_plan", plan)):
         call = partial(fused_router, case.logits, case.bias, top_k=top_k, block_m=8, plan=own)
         add(scenario, tokens, prepared.program, call_times(call))
+
+
+def _add_w4a16_launches(launches: int, add: Callable[[str, int, str, list[float]], None]) -> None:
+    """A GEMM so small that the GPU keeps up with the host."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    case = gemm_case(WeightShape(8, 256, 256), 4, 2, 8, "random", device)
+    arguments = (case.x, case.packed, case.plan)
+    prepared = prepare_moe_w4a16(*arguments, top_k=2, block_m=8)
+    prepared()
+    times = launch_times(prepared, launches)
+    add("w4a16_bare_launch", 4, prepared.program, times.bare_samples)
+    add("w4a16_prepared", 4, prepared.program, times.prepared_samples)
+    call = partial(moe_w4a16, *arguments, top_k=2, block_m=8, out=prepared.out)
+    add("w4a16_eager_own_output", 4, prepared.program, call_times(call))

@@ -105,18 +105,24 @@ def torch_align(ids: torch.Tensor, num_experts: int, block_m: int) -> Callable[[
 
 
 def _tvm_ffi(folder: Path) -> Any:  # noqa: ANN401 - a module that need not be installed
-    """The tvm_ffi module: installed, or unpacked from the folder's wheel."""
+    return from_wheel(folder, "tvm_ffi", "apache_tvm_ffi")
+
+
+def from_wheel(folder: Path, module: str, distribution: str) -> Any:  # noqa: ANN401
+    """A module: installed, or unpacked from the folder's wheel. Raises RuntimeError when there is neither."""
     try:
-        return importlib.import_module("tvm_ffi")
-    except ModuleNotFoundError:
-        wheels = sorted((folder / "whl").glob("apache_tvm_ffi-*.whl"))
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        wheels = sorted((folder / "whl").glob(f"{distribution}-*.whl"))
         if not wheels:
-            raise RuntimeError(f"expected apache_tvm_ffi installed, or its wheel in {folder}/whl") from None
-        target = tempfile.mkdtemp(prefix="chord-tvm-ffi-")
+            raise RuntimeError(f"expected {distribution} installed, or its wheel in {folder}/whl") from None
+        target = tempfile.mkdtemp(prefix="chord-peers-")
         with zipfile.ZipFile(wheels[-1]) as wheel:
             wheel.extractall(target)
         sys.path.insert(0, target)
-        return importlib.import_module("tvm_ffi")
+        return importlib.import_module(module)
 
 
 def _compile(folder: Path, unit: str, include: Path, output: Path) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 150, 40, 52
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#8d6a9f", "#e0a030")
 FONT = 'font-family="sans-serif" font-size="12"'
-TICKS_US = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 200, 500, 1000)
+TICKS_US = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000, 2000, 5000)
 
 Points = Sequence[tuple[float, float]]
 
@@ -32,6 +32,17 @@ def router_series(
             series.setdefault(name, []).append((row.tokens, us))
         if comparison.recorded_ratio is not None:
             series.setdefault(label, []).append((row.tokens, row.us * comparison.recorded_ratio))
+    return {name: sorted(points) for name, points in series.items() if points}
+
+
+def w4a16_series(results: Results, scenario: str, proj: str) -> dict[str, Points]:
+    """Lines of (tokens, us) for a projection: chord and each peer."""
+    series: dict[str, list[tuple[float, float]]] = {"chord": []}
+    for row in results.rows:
+        if row.scenario == scenario and row.proj == proj and row.tokens:
+            series["chord"].append((row.tokens, row.us))
+            for name, us in row.peers.items():
+                series.setdefault(name, []).append((row.tokens, us))
     return {name: sorted(points) for name, points in series.items() if points}
 
 

@@ -78,11 +78,14 @@ def router_table(
 
 def _router_cells(comparison: Comparison, peers: Sequence[str], through: bool) -> list[str]:
     row = comparison.row
-    spread = "" if row.p10 is None or row.p90 is None else f"{row.p10:.2f}-{row.p90:.2f}"
-    cells = [str(row.tokens), str(row.block_m), f"`{row.program}`", f"{row.us:.2f}", spread]
+    cells = [str(row.tokens), str(row.block_m), f"`{row.program}`", f"{row.us:.2f}", _spread(row, 2)]
     cells += [f"{row.peers[name]:.2f}" if name in row.peers else "" for name in peers]
     cells += [_ratio(comparison.ratio)] if peers else []
     return cells + ([_ratio(comparison.recorded_ratio)] if through else [])
+
+
+def _spread(row: Row, digits: int) -> str:
+    return "" if row.p10 is None or row.p90 is None else f"{row.p10:.{digits}f}-{row.p90:.{digits}f}"
 
 
 def _means(comparisons: Sequence[Comparison], label: str) -> list[str]:
@@ -97,6 +100,40 @@ def _means(comparisons: Sequence[Comparison], label: str) -> list[str]:
                 f" worst {min(ratios):.3f}x, best {max(ratios):.3f}x."
             )
     return lines
+
+
+def w4a16_table(results: Results, scenario: str) -> str:
+    """A markdown table of a W4A16 scenario, a line per projection and token count, with the geometric means below.
+
+    The last column: bytes that must move / time, as a share of how fast this GPU read in the same run.
+    """
+    order = ("gate_up", "down")
+    comparisons = sorted(
+        compare(results, scenario), key=lambda c: (order.index(c.row.proj or order[0]), c.row.tokens or 0)
+    )
+    if not comparisons:
+        raise ValueError(
+            f"scenario {scenario!r}: no rows; the file has {sorted({row.scenario for row in results.rows})}"
+        )
+    peers = sorted({name for c in comparisons for name in c.row.peers})
+    head = ["projection", "tokens", "program", "chord us", "p10-p90", *(f"{name} us" for name in peers)]
+    head += ["best peer / chord"] if peers else []
+    head += ["of read bandwidth"]
+    lines = [_table_line(head), _table_line(["---", "---:", "---", *["---:"] * (len(head) - 3)])]
+    rate = read_rate(results)
+    for c in comparisons:
+        row = c.row
+        cells = [row.proj or "", str(row.tokens), f"`{row.program}`", f"{row.us:.1f}", _spread(row, 1)]
+        cells += [f"{row.peers[name]:.1f}" if name in row.peers else "" for name in peers]
+        cells += [_ratio(c.ratio)] if peers else []
+        cells += ["" if rate is None or row.bytes is None else f"{row.bytes / row.us / rate:.0%}"]
+        lines.append(_table_line(cells))
+    return "\n".join([*lines, "", *_means(comparisons, "recorded")]) + "\n"
+
+
+def read_rate(results: Results) -> float | None:
+    """Bytes a microsecond that the GPU read in this run; None where that was not measured."""
+    return max((row.bytes / row.us for row in results.rows if row.scenario == "read" and row.bytes), default=None)
 
 
 def host_table(results: Results) -> str:

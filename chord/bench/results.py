@@ -33,6 +33,8 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_default
     us: float
     p10: float | None = None
     p90: float | None = None
+    bytes: int | None = None
+    """What must be read and written at least."""
     peers: dict[str, float] = {}
 
 

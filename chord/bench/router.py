@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from chord import _runtime
 from chord.bench.peers import SglangRouter, torch_align, torch_route
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
 from chord.bench.timing import ColdTimer, Subject, graphed
 from chord.checks.inputs import SPECIAL_BLOCK_M, TOKEN_COUNTS, RouterCase, normal_case
 from chord.checks.router import Settings, poisoned_buffers, router_problems
-from chord.router import launch, prepare_fused_router
+from chord.router import prepare_fused_router
 
 EXTRA_TOKEN_COUNTS = (3, 100, 300, 1000, 3000, 6000)
 PARALLEL_TOKEN_COUNTS = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -86,8 +87,8 @@ def measure_cell(cell: Cell, timer: ColdTimer, sglang: SglangRouter | None, samp
     subjects = {"chord": Subject(graphed(call), "span"), **_peers(cell, case, sglang)}
     times = {name: summarize(values) for name, values in timer.measure(subjects, samples).items()}
     ours = times.pop("chord")
-    arch = launch.architecture(case.logits.device.index)
-    build = launch.registry().manifest.operators["fused_router"].programs[program].builds[arch]
+    arch = _runtime.architecture(case.logits.device.index)
+    build = _runtime.registry().manifest.operators["fused_router"].programs[program].builds[arch]
     return Row(
         scenario=cell.scenario,
         tokens=cell.tokens,

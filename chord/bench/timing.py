@@ -1,4 +1,4 @@
-"""GPU times of short kernels: the profiler's timeline, a cold L2, subjects interleaved, the board at its working clock.
+"""GPU times: the profiler's timeline or events, a cold L2, subjects interleaved, the board at its working clock.
 
 Every subject is a callable that launches a fixed number of kernels. Before each call the L2 cache is flushed by
 READING: a writing flush would leave dirty lines whose write-back the next kernel pays for. Numbers of kernels, not
@@ -16,6 +16,8 @@ import torch
 FLUSH_BYTES = 256 << 20
 """Several times the largest L2 cache (50 MB on an H100 or H200, 126 MB on a B200)."""
 ATTEMPTS = 3
+FLUSHES_BEFORE_A_CALL = (1, 2, 4, 8)
+"""Tried in turn until the host stays ahead; one takes some 60 us on an H200."""
 
 
 class Span(NamedTuple):
@@ -54,6 +56,17 @@ def split_timeline(spans: Sequence[Span], counts: Sequence[int], rounds: int) ->
     return [[[next(ordered) for _ in range(count)] for count in counts] for _ in range(rounds)]
 
 
+class ReadFlush:
+    """Calling it evicts the L2 cache by reading."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
+        self._result = torch.zeros((), dtype=torch.float32, device="cuda")
+
+    def __call__(self) -> None:
+        torch.sum(self._buffer, dim=0, out=self._result)
+
+
 class ColdTimer:
     """Times subjects with a cold L2 cache, turn by turn. `steady_ms`: how long the board is warmed up before a
     measurement.
@@ -61,14 +74,9 @@ class ColdTimer:
 
     def __init__(self, steady_ms: int = 200) -> None:
         self.steady_ms = steady_ms
-        self._buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device="cuda")
-        self._result = torch.zeros((), dtype=torch.float32, device="cuda")
+        self.flush = ReadFlush()
         self.flush()
         self._flush_count = len(_profile(self.flush))
-
-    def flush(self) -> None:
-        """Evicts the L2 cache by reading."""
-        torch.sum(self._buffer, dim=0, out=self._result)
 
     def measure(self, subjects: Mapping[str, Subject], samples: int) -> dict[str, list[float]]:
         """Microseconds per subject and sample. Raises TimelineError when the profiler keeps losing events."""
@@ -103,6 +111,61 @@ class ColdTimer:
         end = time.perf_counter() + self.steady_ms / 1e3
         while time.perf_counter() < end:
             self._rounds(subjects, 1)
+
+
+class EventTimer:
+    """Times calls of tens of microseconds and more by CUDA events, with a cold L2 cache, turn by turn, on a board that
+    has worked for `steady_ms`. Nothing waits in between: the flushes give the host time to stay ahead of the GPU.
+    """
+
+    def __init__(self, steady_ms: int = 200) -> None:
+        self.steady_ms = steady_ms
+        self.flush = ReadFlush()
+
+    def measure(self, calls: Mapping[str, Callable[[], object]], samples: int) -> dict[str, list[float]]:
+        """Microseconds per call and sample. Raises TimelineError when the host cannot stay ahead."""
+        for call in calls.values():
+            call()
+        torch.cuda.synchronize()
+        self._warm(calls)
+        for flushes in FLUSHES_BEFORE_A_CALL:
+            pairs, ahead = self._record(calls, samples, flushes)
+            if ahead:
+                return {name: [a.elapsed_time(b) * 1e3 for a, b in found] for name, found in pairs.items()}
+        raise TimelineError(
+            f"the host launched {', '.join(calls)} more slowly than the GPU ran them, with up to "
+            f"{FLUSHES_BEFORE_A_CALL[-1]} cache flushes before each: its gaps would be measured"
+        )
+
+    def _record(
+        self, calls: Mapping[str, Callable[[], object]], samples: int, flushes: int
+    ) -> tuple[dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]], bool]:
+        """(start and end events by call, whether the GPU still had work when the host was through)."""
+        pairs = {name: [(_event(), _event()) for _ in range(samples)] for name in calls}
+        last = _event()
+        for turn in range(samples):
+            for name, call in calls.items():
+                for _ in range(flushes):
+                    self.flush()
+                start, last = pairs[name][turn]
+                start.record()
+                call()
+                last.record()
+        ahead = not last.query()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        return pairs, ahead
+
+    def _warm(self, calls: Mapping[str, Callable[[], object]]) -> None:
+        end = time.perf_counter() + self.steady_ms / 1e3
+        while time.perf_counter() < end:
+            for call in calls.values():
+                self.flush()
+                call()
+            torch.cuda.synchronize()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def graphed(call: Callable[[], object]) -> Callable[[], None]:

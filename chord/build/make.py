@@ -123,10 +123,12 @@ class Maker:
             self._fail(made, job, result.log, total)
             return
         try:
-            made.builds[job.key] = describe(job, result.cubin)
+            build = describe(job, result.cubin)
+            _refuse_serialised(result.log)
         except (CompileError, TableError) as error:
             self._fail(made, job, "\n".join(filter(None, [str(error), result.log.strip()])), total)
             return
+        made.builds[job.key] = build
         made.cubins[job.key] = result.cubin
         made.compiled += 1
         if result.log.strip():
@@ -141,6 +143,15 @@ class Maker:
 
     def _report(self, made: Made, job: Job, outcome: Outcome, total: int) -> None:
         self._progress(Step(outcome, len(made.builds) + len(made.failures), total, *job.key))
+
+
+def _refuse_serialised(log: str) -> None:
+    """Raises CompileError when the compiler gave up overlapping wgmma instructions: C7510 to C7519, notes excepted."""
+    if re.search(r"\(C751\d\) Potential Performance Loss", log):
+        raise CompileError(
+            "the compiler serialises wgmma instructions: expected them to overlap; use fewer registers, or leave none "
+            "of them in flight where the compiler says that they cross"
+        )
 
 
 def _first_place(log: str) -> str:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from chord import _runtime
 from chord.checks.compare import same_bits
 from chord.checks.inputs import RouterCase, expert_parallel_ids, mixed_batch, normal_case
 from chord.checks.router import Settings, check_route_plan, on_host, router_problems, run_prepared
 from chord.registry.schema import Program
-from chord.router import launch
 from chord.router.validate import SELECTIONS
 
 ROUTER_COUNTS = (0, 1, 3, 5, 17, 33, 64, 100, 129, 300, 1025, 2049, 4097, 8192, 20_000)
@@ -48,12 +48,12 @@ def qualify_router(
 
     tiny: small inputs, judged on the host. only: a shell pattern that a program's name must match.
     """
-    arch = launch.architecture(device)
+    arch = _runtime.architecture(device)
     counts = TINY_COUNTS if tiny else ROUTER_COUNTS
     place = torch.device("cuda", device)
     verdicts = []
     with torch.cuda.device(device):
-        for name, program in launch.registry().programs("fused_router", arch).items():
+        for name, program in _runtime.registry().programs("fused_router", arch).items():
             if fnmatchcase(name, only):
                 problems = [_check_case(*inputs, name, tiny) for inputs in router_cases(program, counts, place)]
                 build = program.builds[arch]
@@ -90,7 +90,7 @@ def receipt(verdicts: list[Verdict], digest: str, device: int) -> dict[str, obje
         "schema": 1,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "gpu": torch.cuda.get_device_name(device),
-        "arch": launch.architecture(device),
+        "arch": _runtime.architecture(device),
         "manifest_sha256": digest,
         "programs": {
             verdict.program: {
@@ -122,7 +122,7 @@ def _qualify_route_plan(
     arch: str, counts: tuple[int, ...], device: torch.device, progress: Callable[[Verdict], None]
 ) -> list[Verdict]:
     """The plan's programs as they are routed: each size runs the one that serves it."""
-    registry = launch.registry()
+    registry = _runtime.registry()
     if "route_plan" not in registry.manifest.operators:
         return []
     found: dict[str, list[list[str]]] = {}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from chord import _runtime
 from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poisoned_plan, same_bits
 from chord.checks.inputs import RouterCase
 from chord.router import RoutePlan, fused_router, launch, max_route_blocks, prepare_fused_router, route_plan
@@ -144,15 +145,15 @@ def check_route_plan(
 def candidates(case: RouterCase, settings: Settings) -> list[str]:
     """Names of all programs with a build for the case's GPU that admit it, routed or not, sorted."""
     problem = launch.router_problem(case.logits, case.top_k, settings.block_m)
-    programs = launch.registry().programs("fused_router", launch.architecture(case.logits.device.index))
+    programs = _runtime.registry().programs("fused_router", _runtime.architecture(case.logits.device.index))
     return [name for name, program in programs.items() if launch.admits(program, problem)]
 
 
 def routed_program(case: RouterCase, settings: Settings) -> str:
     """Name of the program that the registry routes the case to."""
     problem = launch.router_problem(case.logits, case.top_k, settings.block_m)
-    arch = launch.architecture(case.logits.device.index)
-    return launch.registry().lookup("fused_router", arch, problem).program_name
+    arch = _runtime.architecture(case.logits.device.index)
+    return _runtime.registry().lookup("fused_router", arch, problem).program_name
 
 
 def compare_programs(case: RouterCase, settings: Settings) -> list[str]:

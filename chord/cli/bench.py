@@ -24,10 +24,12 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     bench = typer.Typer(help="Measure on this GPU and write bench/results JSON.", no_args_is_help=True)
     bench.command("router")(bench_router)
+    bench.command("w4a16")(bench_w4a16)
     bench.command("host")(bench_host)
     bench.command("docs")(bench_docs)
     tune = typer.Typer(help="Measure every arm on this GPU and write the routes.", no_args_is_help=True)
     tune.command("router")(tune_router)
+    tune.command("w4a16")(tune_w4a16)
     app.add_typer(bench, name="bench")
     app.add_typer(tune, name="tune")
     app.command("qualify")(qualify)
@@ -51,6 +53,27 @@ def bench_router(
     _write(run(peers, scenarios=scenario, samples=samples, commit=commit, progress=_print_row), out)
 
 
+def bench_w4a16(
+    out: Out = Path("bench/results"),
+    peers: Annotated[
+        Path | None,
+        typer.Option("--peers", help="Folder with Humming's wheel and Marlin's library (docs/w4a16.md says how)."),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", help="ep8_decode, ep8_prefill or tp8; repeatable; default all.")
+    ] = None,
+    long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
+    samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
+    commit: Commit = None,
+) -> None:
+    """Time the W4A16 GEMM on Kimi K2's shapes, cold L2, interleaved with its peers."""
+    _require_gpu()
+    from chord.bench.w4a16 import run
+
+    found = run(peers, scenarios=scenario, long=long, samples=samples, commit=commit, progress=_print_row)
+    _write(found, out)
+
+
 def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
     """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
     _require_gpu()
@@ -61,12 +84,14 @@ def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
 
 def bench_docs(
     results: Annotated[Path, typer.Option("--results", help="Folder with results files.")] = Path("bench/results"),
-    document: Annotated[list[Path] | None, typer.Argument(help="Documents to fill; default docs/router.md.")] = None,
+    document: Annotated[
+        list[Path] | None, typer.Argument(help="Documents to fill; default docs/router.md and docs/w4a16.md.")
+    ] = None,
 ) -> None:
     """Fill the tables and plots of documents from results files."""
     from chord.bench.docs import update
 
-    for path in document or [Path("docs/router.md")]:
+    for path in document or [Path("docs/router.md"), Path("docs/w4a16.md")]:
         console().print(f"{path}: {'updated' if update(path, results) else 'unchanged'}")
 
 
@@ -76,16 +101,24 @@ def tune_router(
     commit: Commit = None,
 ) -> None:
     """Time every router arm at every size and write the routes into the registry; then run `chord build`."""
-    import tomlkit  # noqa: F401 - needed last: better missed now than after the measurements
-
-    from chord.build.tree import Tree
-
-    Tree.default().require_checkout()
-    _require_gpu()
+    _require_tuning()
     from chord.tune.router import tune, write_tuned
 
     results, tuned = tune(samples=samples, commit=commit, progress=_print_row)
     console().print(f"routes written; measurements in {write_tuned(results, tuned, out)}; now run chord build")
+
+
+def tune_w4a16(
+    out: Out = Path("bench/results"),
+    samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 41,
+    commit: Commit = None,
+) -> None:
+    """Time every W4A16 arm at every size and write the routes into the registry; then run `chord build`."""
+    _require_tuning()
+    from chord.tune.w4a16 import tune, write_tuned
+
+    results, routes = tune(samples=samples, commit=commit, progress=_print_row)
+    console().print(f"routes written; measurements in {write_tuned(results, routes, out)}; now run chord build")
 
 
 def qualify(
@@ -97,20 +130,33 @@ def qualify(
     _require_gpu()
     import torch
 
+    from chord import _runtime
     from chord.checks.qualify import qualify_router, receipt
-    from chord.router import launch
+    from chord.checks.qualify_w4a16 import qualify_w4a16
 
-    device = torch.cuda.current_device()
-    verdicts = qualify_router(device, tiny=tiny, only=only, progress=(lambda verdict: None) if json else _print_verdict)
+    device, verdicts = torch.cuda.current_device(), []
+    for suite in (qualify_router, qualify_w4a16):
+        progress = (lambda verdict: None) if json else _print_verdict
+        verdicts += suite(device, tiny=tiny, only=only, progress=progress)
     if not verdicts:
         raise ChordError(f"--only {only!r} matches no program; `chord ls` lists them")
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     if json:
-        print_json(receipt(verdicts, launch.registry().digest, device))
+        print_json(receipt(verdicts, _runtime.registry().digest, device))
     else:
         console().print(f"{len(verdicts)} programs checked, {failed} failed")
     if failed:
         raise typer.Exit(1)
+
+
+def _require_tuning() -> None:
+    """What a tuner needs last is better missed now than after the measurements."""
+    import tomlkit  # noqa: F401
+
+    from chord.build.tree import Tree
+
+    Tree.default().require_checkout()
+    _require_gpu()
 
 
 def _require_gpu() -> None:
@@ -132,7 +178,8 @@ def _write(results: Results, folder: Path) -> None:
 
 def _print_row(row: Row) -> None:
     peers = ", ".join(f"{name} {us:.2f}" for name, us in row.peers.items())
-    what = f"{row.scenario:12} {row.tokens:7} tokens  block_m {row.block_m:3}  {row.us:9.2f} us  {row.program}  {peers}"
+    size = "" if row.tokens is None else f"{row.tokens:7} tokens  block_m {row.block_m:3}"
+    what = f"{row.scenario:12} {row.proj or '':8}{size}  {row.us:9.2f} us  {row.program or ''}  {peers}"
     console().print(what, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -148,4 +148,4 @@ def _setting_check(name: str, meaning: str) -> Check:
         _settings.read({name: value})
     except ChordError as error:
         return Check(name, "failed", str(error), meaning)
-    return Check(name, "ok", value)
+    return Check(name, "ok", value, meaning if name in _settings.WITHOUT_EFFECT else "")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from chord._runtime import Prepared
 from chord.router import launch, ops
 from chord.router.experts import resolve_local_experts
 from chord.router.plan import RoutePlan, empty_route_plan
@@ -102,9 +103,7 @@ class PreparedFusedRouter:
 
     __slots__ = ("_keep", "launch", "plan", "program", "topk_ids", "topk_weights")
 
-    def __init__(
-        self, prepared: launch.Prepared, topk_weights: torch.Tensor, topk_ids: torch.Tensor, plan: RoutePlan
-    ) -> None:
+    def __init__(self, prepared: Prepared, topk_weights: torch.Tensor, topk_ids: torch.Tensor, plan: RoutePlan) -> None:
         self.launch = prepared.launch
         """The bare launch; calling it skips one Python frame."""
         self.program = prepared.program
@@ -155,7 +154,7 @@ def prepare_fused_router(
     elif program is not None:
         raise ValueError(f"program: expected None for CPU tensors, which run the reference, got {program!r}")
     else:
-        prepared = launch.Prepared(lambda: ops.run_router(*arguments), "reference", arguments)
+        prepared = Prepared(lambda: ops.run_router(*arguments), "reference", arguments)
     return PreparedFusedRouter(prepared, topk_weights, topk_ids, plan)
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
+from chord import _runtime
 from chord.errors import ManifestError, NoProgramError
-from chord.registry import Kernel, PreparedLaunch, Registry
-from chord.registry.architectures import of_capability
+from chord.registry import Kernel, PreparedLaunch
 from chord.registry.schema import Operator, Program
 from chord.router import workspaces
 from chord.router.plan import RoutePlan
@@ -51,28 +51,8 @@ class Loaded(NamedTuple):
     """
 
 
-class Prepared(NamedTuple):
-    """A launch bound to its buffers, the program's name, and what must stay alive while it is used."""
-
-    launch: Callable[[], object]
-    program: str
-    keep: object
-
-
 _loaded: dict[tuple[object, ...], Loaded] = {}
 _launch_locks: dict[str, threading.Lock] = {}
-
-
-@lru_cache(maxsize=1)
-def registry() -> Registry:
-    """The registry that the operators use, opened at the first launch (CHORD_REGISTRY and the pins decide which)."""
-    return Registry.open()
-
-
-@lru_cache(maxsize=64)
-def architecture(device: int) -> str:
-    """The architecture name of a device. Raises UnsupportedDeviceError for a GPU that no cubin can serve."""
-    return of_capability(*torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
 def fused_router(
@@ -118,7 +98,7 @@ def prepare_fused_router(
     topk_ids: torch.Tensor,
     plan: RoutePlan,
     program: str | None = None,
-) -> Prepared:
+) -> _runtime.Prepared:
     """Binds a program (the routed one unless `program` names another) to checked buffers and a workspace of its own."""
     device = logits.device.index
     problem = router_problem(logits, topk_ids.shape[1], block_m)
@@ -129,9 +109,9 @@ def prepare_fused_router(
     workspace = workspaces.new(device, loaded.workspace_bytes, loaded.workspace_zeroed)
     values["workspace"] = workspace.data_ptr()
     named = dict(zip(loaded.arguments, loaded.pick(values), strict=True))
-    bound = loaded.kernel.prepare(named, stream=partial(torch._C._cuda_getCurrentRawStream, device))
+    bound = loaded.kernel.prepare(named, stream=_runtime.stream_provider(device))
     keep = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
-    return Prepared(bound, loaded.name, keep)
+    return _runtime.Prepared(bound, loaded.name, keep)
 
 
 def router_problem(logits: torch.Tensor, top_k: int, block_m: int) -> Problem:
@@ -198,13 +178,8 @@ def _plan_values(plan: RoutePlan, expert_map: torch.Tensor | None) -> dict[str, 
 
 def load(operator: str, device: int, problem: Problem, program: str | None = None) -> Loaded:
     """Looks up (or takes `program`), checks the argument list, verifies and loads. Raises chord errors."""
-    opened = registry()
-    definition = opened.manifest.operators.get(operator)
-    if definition is None:
-        raise NoProgramError(
-            f"{operator}: this registry has {', '.join(sorted(opened.manifest.operators)) or 'nothing'}"
-        )
-    name = program or opened.lookup(operator, architecture(device), problem).program_name
+    opened, definition = _runtime.registry(), _runtime.operator(operator)
+    name = program or opened.lookup(operator, _runtime.architecture(device), problem).program_name
     if name not in definition.programs:
         raise NoProgramError(f"{name}: no such program of {operator}; see `chord ls`")
     chosen = definition.programs[name]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from chord import _paths
+from chord import _paths, _runtime
 from chord.bench.results import Results, Row, describe_run, file_name, write
 from chord.bench.router import METHOD, checked_launch
 from chord.bench.stats import summarize
@@ -16,7 +16,6 @@ from chord.bench.timing import ColdTimer, Subject, graphed
 from chord.checks.inputs import SELECTIONS, RouterCase, normal_case
 from chord.checks.router import Settings, candidates
 from chord.registry.schema import Program
-from chord.router import launch
 from chord.router.validate import MAX_TOKENS
 from chord.tune.routes import Interval, choose
 from chord.tune.table import Box, write_routes
@@ -72,7 +71,7 @@ def write_tuned(results: Results, tuned: Sequence[Tuned], folder: Path, table: P
     """
     path = folder / file_name(results).replace("-router.json", "-router-tune.json")
     write(results, path)
-    arch = launch.architecture(torch.cuda.current_device())
+    arch = _runtime.architecture(torch.cuda.current_device())
     note = f"measured on {results.gpu}, {results.date}, bench/results/{path.name}"
     boxes = [Box({"block_m": entry.block_m}, {"num_experts": [entry.num_experts]}, entry.intervals) for entry in tuned]
     write_routes(table or _paths.registry_dir() / "fused_router.toml", arch, boxes, note)
@@ -93,10 +92,10 @@ class _Sweep:
         """One row per arm that admits the count."""
         device = torch.device("cuda", torch.cuda.current_device())
         case = normal_case(tokens, self.num_experts, torch.float32, device, seed=self.settings.block_m)
-        programs = launch.registry().manifest.operators["fused_router"].programs
+        programs = _runtime.registry().manifest.operators["fused_router"].programs
         chosen = most_specific({name: programs[name] for name in candidates(case, self.settings)})
         times = timer.measure({arm: self._subject(case, name) for arm, name in chosen.items()}, samples)
-        arch = launch.architecture(torch.cuda.current_device())
+        arch = _runtime.architecture(torch.cuda.current_device())
         for arm, name in chosen.items():
             summary = summarize(times[arm])
             self._remember(tokens, arm, programs[name], summary.median)

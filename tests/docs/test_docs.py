@@ -25,7 +25,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the README's example needs torch")
-@pytest.mark.parametrize("page", ["README.md", "docs/registry.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/registry.md", "docs/w4a16.md"])
 def test_python_blocks_run(page: str) -> None:
     assert blocks(page, "python")
     for block in blocks(page, "python"):

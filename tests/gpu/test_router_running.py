@@ -255,7 +255,7 @@ def test_r20_first_use_inside_a_capture():
         from chord.checks.router import Settings, poisoned_buffers, router_problems
         from chord.errors import CaptureError
         from chord.router import fused_router
-        from chord.router import launch
+        from chord import _runtime
         device = torch.device("cuda", 0)
         case, settings = normal_case(300, 896, torch.float32, device), Settings(8)
         plan = poisoned_buffers(case, settings).plan
@@ -266,7 +266,7 @@ def test_r20_first_use_inside_a_capture():
                 output = fused_router(case.logits, case.bias, top_k=16, block_m=8, plan=plan)
         except CaptureError as error:
             assert "preload" in str(error), error
-            launch.registry().preload("fused_router", {"num_tokens": 300})
+            _runtime.registry().preload("fused_router", {"num_tokens": 300})
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 output = fused_router(case.logits, case.bias, top_k=16, block_m=8, plan=plan)

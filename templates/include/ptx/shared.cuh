@@ -26,6 +26,19 @@ __device__ __forceinline__ u32 load_shared(u32 at) {
     return v;
 }
 
+__device__ __forceinline__ void store_shared(u32 at, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_v4(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void max_shared(u32 at, u32 value) {
+    asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ u32 load_shared_u16(u32 at) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");

@@ -166,12 +166,22 @@ def test_a_folder_without_sources_is_left_alone(tmp_path: Path, words: list[str]
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("CHORD_PIN", "xyz"), ("CHORD_REGISTRY", " ")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("CHORD_PIN", "xyz"), ("CHORD_REGISTRY", " "), ("CHORD_SM90_DECODE", "yes")]
+)
 def test_doctor_reports_a_setting_that_cannot_be_honoured(name: str, value: str) -> None:
     done = run("doctor", "--json", **{name: value})
     assert done.returncode == 1
     failed = {check["what"] for check in json.loads(done.stdout) if check["status"] == "failed"}
     assert failed == {"registry", name}
+
+
+def test_doctor_says_which_variables_select_no_kernel(tree: Path) -> None:
+    done = run("doctor", "--registry", tree, "--json", CHORD_SM90_DECODE="1", CHORD_USE_GROUPED="0")
+    checks = {check["what"]: check for check in json.loads(done.stdout)}
+    assert (checks["CHORD_SM90_DECODE"]["found"], checks["CHORD_USE_GROUPED"]["found"]) == ("1", "0")
+    assert "nothing else: one layout serves both phases" in checks["CHORD_SM90_DECODE"]["advice"]
+    assert done.stderr.count("selects no kernel") == 2
 
 
 def test_tables_show_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +225,10 @@ def test_a_broken_template_fails_with_place_and_log(tmp_path: Path) -> None:
     assert not (root / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("command", [["bench", "router"], ["bench", "host"], ["tune", "router"], ["qualify"]])
+@pytest.mark.parametrize(
+    "command",
+    [["bench", "router"], ["bench", "host"], ["bench", "w4a16"], ["tune", "router"], ["tune", "w4a16"], ["qualify"]],
+)
 def test_commands_for_a_gpu_say_what_they_miss(command: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-m", "chord.cli", *command]

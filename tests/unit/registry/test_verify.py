@@ -156,7 +156,8 @@ def test_the_same_symbol_in_different_cubins(tmp_path):
 
 
 def test_no_variable_turns_verification_off():
-    assert set(_settings.KNOWN) == {"CHORD_REGISTRY", "CHORD_PIN"}
+    switches = {"CHORD_SM90_DECODE", "CHORD_USE_GROUPED"}
+    assert set(_settings.KNOWN) == {"CHORD_REGISTRY", "CHORD_PIN", *switches}
 
 
 def test_the_driver_gets_the_very_bytes_that_were_proven(root, api):

@@ -1,0 +1,110 @@
+"""Qualifying the present GPU for W4A16: every GEMM program over shapes, routings and block sizes, and the packers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+
+from chord import _runtime
+from chord.checks.qualify import Verdict
+from chord.checks.w4a16 import ROUTINGS, Expected, checkpoint, gemm_case, gemm_problems, on_host
+from chord.w4a16 import layout, pack_w4a16, unpack_w4a16
+from chord.w4a16.layout import WeightShape
+
+PACKERS = ("w4a16_pack", "w4a16_unpack")
+
+
+class Load(NamedTuple):
+    """A GEMM's weights and how much work it gets."""
+
+    shape: WeightShape
+    tokens: int
+    top_k: int
+    block_m: int
+
+
+LOADS = (
+    Load(WeightShape(1, 64, 64), 5, 8, 8),
+    Load(WeightShape(8, 320, 192), 50, 8, 8),
+    Load(WeightShape(8, 448, 320, gated=True), 90, 4, 64),
+    Load(WeightShape(8, 512, 1024, gated=True), 700, 8, 24),
+    Load(WeightShape(48, 4096, 7168, gated=True), 50, 8, 8),
+    Load(WeightShape(48, 7168, 2048), 400, 1, 8),
+    Load(WeightShape(384, 512, 7168, gated=True), 1024, 8, 16),
+    Load(WeightShape(384, 7168, 256), 8192, 1, 16),
+)
+TINY_LOADS = (Load(WeightShape(3, 64, 64), 4, 2, 8), Load(WeightShape(5, 320, 320, gated=True), 21, 4, 16))
+"""Small enough for a sanitizer."""
+
+
+def qualify_w4a16(
+    device: int,
+    *,
+    tiny: bool = False,
+    only: str = "*",
+    progress: Callable[[Verdict], None] = lambda verdict: None,
+) -> list[Verdict]:
+    """Runs every moe_w4a16 program that was built for the device, then the packers; nothing without them.
+
+    tiny: small inputs, judged on the host. only: a shell pattern that a program's name must match.
+    """
+    arch = _runtime.architecture(device)
+    place = torch.device("cuda", device)
+    verdicts = []
+    with torch.cuda.device(device):
+        found = _gemm_problems(_programs("moe_w4a16", arch, only), TINY_LOADS if tiny else LOADS, place, tiny)
+        found |= _packer_problems(_programs(PACKERS[0], arch, only), _programs(PACKERS[1], arch, only), place)
+    for name, problems in found.items():
+        build = _runtime.registry().programs()[name].builds[arch]
+        every = [problem for case in problems for problem in case]
+        verdicts.append(Verdict(name, arch, build.cubin_sha256, len(problems), every))
+        progress(verdicts[-1])
+    return verdicts
+
+
+def _programs(operator: str, arch: str, only: str) -> list[str]:
+    if operator not in _runtime.registry().manifest.operators:
+        return []
+    return [name for name in _runtime.registry().programs(operator, arch) if fnmatchcase(name, only)]
+
+
+def _gemm_problems(
+    programs: list[str], loads: tuple[Load, ...], device: torch.device, tiny: bool
+) -> dict[str, list[list[str]]]:
+    """Problems by program and case. The programs take turns on each case, whose exact result is worked out once."""
+    found: dict[str, list[list[str]]] = {name: [] for name in programs}
+    for load in loads if programs else ():
+        for place, routing in enumerate(ROUTINGS):
+            case = gemm_case(*load, routing, device, weighted=place % 2 == 1)
+            expected = Expected.of(on_host(case) if tiny else case)
+            for name in programs:
+                label = f"{load} {routing}"
+                found[name].append([f"{label}: {problem}" for problem in gemm_problems(case, expected, name)])
+    return found
+
+
+def _packer_problems(packers: list[str], unpackers: list[str], device: torch.device) -> dict[str, list[list[str]]]:
+    """The packers as they are routed, from words and from plain codes, against torch's own packing."""
+    found: dict[str, list[list[str]]] = {name: [] for name in (*packers, *unpackers)}
+    for shape in (load.shape for load in TINY_LOADS if found):
+        words, scales = checkpoint(shape, device)
+        want = layout.pack(words.cpu(), scales.cpu(), gated=shape.gated)
+        plain = layout.codes_from_words(words).to(torch.int32)
+        for name in packers:
+            found[name] += [
+                _differs(f"{shape} from {what}", pack_w4a16(codes, scales, gated=shape.gated).data, want)
+                for what, codes in (("words", words), ("codes", plain))
+            ]
+        restored = unpack_w4a16(pack_w4a16(words, scales, gated=shape.gated))
+        for name in unpackers:
+            found[name] += [
+                _differs(f"{shape} unpacked", *pair) for pair in zip(restored, (words, scales), strict=True)
+            ]
+    return found
+
+
+def _differs(label: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
+    return [] if torch.equal(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8)) else [f"{label}: bytes differ"]

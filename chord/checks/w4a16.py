@@ -1,0 +1,194 @@
+"""Checks of the W4A16 GEMM: draws, plans with everything that a plan may hold, and comparison with float64.
+
+The bar: the RMS error against a float64 product with exact weights is at most 1.1 times that of the plain reference;
+rows that the plan does not name, and memory around the output, keep every bit; the same call gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from chord.w4a16 import launch, reference
+from chord.w4a16.api import BlockPlan
+from chord.w4a16.layout import CODES_PER_WORD, SCALE_GROUP, WeightShape
+from chord.w4a16.weights import PackedW4A16, pack_w4a16
+
+ROUTINGS = ("random", "balanced", "hot", "mostly_empty", "one", "remote")
+POISON = 0x7FC1
+"""A bfloat16 NaN that no product gives."""
+ERROR_RATIO = 1.1
+
+_MARGIN = 8  # poisoned rows before and after the output
+_SLACK = 1e-9  # for results that are all but exact
+
+
+class GemmCase(NamedTuple):
+    """One call's inputs, and which expert each pair goes to (-1: none here)."""
+
+    x: torch.Tensor
+    words: torch.Tensor
+    scales: torch.Tensor
+    packed: PackedW4A16
+    plan: BlockPlan
+    row_weight: torch.Tensor | None
+    expert_of: torch.Tensor
+    top_k: int
+    block_m: int
+
+
+def checkpoint(shape: WeightShape, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random words int32 [E, N, K / 8] and scales bfloat16 [E, N, K / 32] of about 0.005 to 0.045."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    size = (shape.experts, shape.n)
+    words = torch.randint(
+        -(1 << 31), 1 << 31, (*size, shape.k // CODES_PER_WORD), generator=generator, device=device, dtype=torch.int64
+    )
+    scales = torch.rand(*size, shape.k // SCALE_GROUP, generator=generator, device=device) * 0.04 + 0.005
+    return words.to(torch.int32), scales.to(torch.bfloat16)
+
+
+@lru_cache(maxsize=1)  # the largest take seconds to make and are used by many cases in a row
+def _weights(shape: WeightShape, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor, PackedW4A16]:
+    words, scales = checkpoint(shape, device, seed)
+    return words, scales, pack_w4a16(words, scales, gated=shape.gated)
+
+
+def draw_experts(routing: str, pairs: int, experts: int, seed: int = 0) -> torch.Tensor:
+    """[pairs] int64 on the CPU: the expert of each pair, -1 for none."""
+    generator = torch.Generator().manual_seed(seed + pairs + experts)
+    drawn = torch.randint(0, experts, (pairs,), generator=generator)
+    lucky = torch.rand(pairs, generator=generator)
+    if routing == "balanced":
+        return torch.arange(pairs) % experts
+    if routing == "hot":
+        return torch.where(lucky < 0.85, torch.full_like(drawn, experts // 2), drawn)
+    if routing == "mostly_empty":
+        return drawn // 5 * 5
+    if routing == "one":
+        return torch.where(torch.arange(pairs) == pairs // 2, drawn, torch.full_like(drawn, -1))
+    if routing == "remote":
+        return torch.where(lucky < 0.4, torch.full_like(drawn, -1), drawn)
+    return drawn
+
+
+def plan_of(
+    expert_of: torch.Tensor, experts: int, block_m: int, device: torch.device, *, strange: bool = True
+) -> BlockPlan:
+    """A plan of the given pairs. `strange`: with blocks of no expert between others, and junk behind its extent."""
+    pairs, ids, owners = expert_of.numel(), [], []
+    for expert in range(experts):
+        rows = (expert_of == expert).nonzero().flatten()
+        blocks = -(-rows.numel() // block_m)
+        if blocks:
+            ids.append(torch.nn.functional.pad(rows, (0, blocks * block_m - rows.numel()), value=pairs))
+            owners += [expert] * blocks
+        if strange and expert % 3 == 0:
+            ids.append(torch.arange(block_m) % max(pairs, 1))  # ids that count for nothing in a block of no expert
+            owners.append(-1 if expert % 2 else experts + expert)
+    count = sum(part.numel() for part in ids)
+    if strange:
+        ids.append(torch.full((2 * block_m + 8,), 0x11111111))
+        owners += [0, -1, experts]
+    return BlockPlan(
+        torch.cat(ids).to(device, torch.int32) if ids else torch.empty(0, dtype=torch.int32, device=device),
+        torch.tensor(owners, dtype=torch.int32, device=device),
+        torch.tensor([count], dtype=torch.int32, device=device),
+    )
+
+
+def gemm_case(
+    shape: WeightShape,
+    tokens: int,
+    top_k: int,
+    block_m: int,
+    routing: str,
+    device: torch.device,
+    *,
+    weighted: bool = False,
+    seed: int = 0,
+) -> GemmCase:
+    """Random inputs; rows of x that no pair reads hold NaN."""
+    words, scales, packed = _weights(shape, device, seed)
+    expert_of = draw_experts(routing, tokens * top_k, shape.experts, seed)
+    generator = torch.Generator(device=device).manual_seed(seed + 1)
+    x = torch.randn(tokens, shape.k, generator=generator, device=device).to(torch.bfloat16)
+    read = torch.zeros(tokens, dtype=torch.bool)
+    read[(expert_of >= 0).nonzero().flatten() // top_k] = True
+    x[~read.to(device)] = float("nan")
+    row_weight = torch.rand(tokens * top_k, generator=generator, device=device) if weighted else None
+    plan = plan_of(expert_of, shape.experts, block_m, device)
+    return GemmCase(x, words, scales, packed, plan, row_weight, expert_of, top_k, block_m)
+
+
+def on_host(case: GemmCase) -> GemmCase:
+    """The case in the host's memory, for Expected.of: under a sanitizer each further kernel costs seconds."""
+    weight = None if case.row_weight is None else case.row_weight.cpu()
+    return case._replace(x=case.x.cpu(), words=case.words.cpu(), scales=case.scales.cpu(), row_weight=weight)
+
+
+def run_program(case: GemmCase, program: str, out: torch.Tensor, plan: BlockPlan | None = None) -> None:
+    """Launches one program on a case's inputs, whatever the routes say."""
+    launch.gemm(
+        case.x,
+        case.packed.data,
+        plan or case.plan,
+        case.row_weight,
+        out,
+        case.packed.shape,
+        top_k=case.top_k,
+        block_m=case.block_m,
+        expert_rows=0,
+        invariant=False,
+        program=program,
+    )
+
+
+def poisoned_output(case: GemmCase) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int16 memory, the bfloat16 output [pairs, N] inside it), all poison."""
+    pairs, device = case.expert_of.numel(), case.x.device
+    memory = torch.full((pairs + 2 * _MARGIN, case.packed.shape.n), POISON, dtype=torch.int16, device=device)
+    return memory, memory[_MARGIN : _MARGIN + pairs].view(torch.bfloat16)
+
+
+class Expected(NamedTuple):
+    """A case's exact result, and the plain reference's error against it."""
+
+    exact: torch.Tensor
+    error: float
+
+    @classmethod
+    def of(cls, case: GemmCase) -> Expected:
+        experts = case.expert_of.unique(sorted=True).tolist()  # type: ignore[no-untyped-call]
+        device = case.x.device
+        rows = {e: (case.expert_of == e).nonzero().flatten().to(device) for e in experts if e >= 0}
+        given = (case.x, case.words, case.scales, rows)
+        exact = reference.moe_w4a16(*given, top_k=case.top_k, row_weight=case.row_weight, exact=True)
+        plain = reference.moe_w4a16(*given, top_k=case.top_k, row_weight=case.row_weight)
+        named = (case.expert_of >= 0).to(device)
+        error = reference.rms_error(plain[named], exact[named]) if named.any() else 0.0
+        return cls(exact, error)
+
+
+def gemm_problems(case: GemmCase, expected: Expected, program: str) -> Iterator[str]:
+    """What is wrong with a program on a case, judged where `expected` lies; nothing for a pass."""
+    memory, out = poisoned_output(case)
+    run_program(case, program, out)
+    first = memory.to(expected.exact.device, copy=True)
+    run_program(case, program, out)
+    memory = memory.to(expected.exact.device)
+    if not torch.equal(first, memory):
+        yield f"{program}: two runs differ"
+    named = (case.expert_of >= 0).to(memory.device)
+    inside = memory[_MARGIN : _MARGIN + named.numel()]
+    out = inside.view(torch.bfloat16)
+    if not (memory[:_MARGIN] == POISON).all() or not (memory[_MARGIN + named.numel() :] == POISON).all():
+        yield f"{program}: wrote outside the output"
+    if not (inside[~named] == POISON).all():
+        yield f"{program}: wrote rows that the plan does not name"
+    error = reference.rms_error(out[named], expected.exact[named]) if named.any() else 0.0
+    if not error <= ERROR_RATIO * expected.error + _SLACK:
+        yield f"{program}: RMS error {error:.3e}, the plain reference has {expected.error:.3e}"

@@ -1,0 +1,170 @@
+"""The W4A16 MoE GEMM as users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from chord._runtime import Prepared
+from chord.router.plan import RoutePlan
+from chord.router.validate import check_block_m, check_int, check_tensor
+from chord.w4a16 import launch, ops
+from chord.w4a16.validate import check_buffers, check_inputs, check_output, check_plan_values
+from chord.w4a16.weights import PackedW4A16
+
+
+class BlockPlan(NamedTuple):
+    """The part of a route plan that the indexed operator reads; vLLM's moe_align_block_size returns these three.
+
+    The first num_tokens_post_padded entries of sorted_token_ids form blocks of block_m; block b belongs to expert
+    expert_ids[b]. Pairs are token * top_k + route, each at most once, before a block's empty places (any id of at least
+    M * top_k). An expert of -1 makes a block count for nothing. Buffers may be larger than the plan needs.
+    """
+
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+
+
+Plan = RoutePlan | BlockPlan | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def moe_w4a16(
+    x: torch.Tensor,
+    packed: PackedW4A16,
+    plan: Plan,
+    *,
+    top_k: int,
+    block_m: int,
+    row_weight: torch.Tensor | None = None,
+    expected_rows: int | None = None,
+    invariant: bool = False,
+    zero_missing: bool = False,
+    out: torch.Tensor | None = None,
+    validate: bool = False,
+) -> torch.Tensor:
+    """out[pair] = row_weight[pair] * (weights[expert of pair] @ x[pair // top_k]), [M * top_k, N] bfloat16.
+
+    x: [M, K] bfloat16. gate_up takes M tokens and the router's top_k; down takes M * top_k rows and top_k = 1.
+    packed: from `chord.pack_w4a16`. plan: of `chord.fused_router`, `chord.route_plan`, or the like.
+    block_m: the plan's, a multiple of 8 up to 256. 8 is best: the kernels join blocks of one expert themselves.
+    row_weight: [M * top_k] float32, multiplied in float32 before the one rounding of the result.
+    expected_rows: rows that an expert has on average, if the host knows better than M * top_k / E. It only chooses
+        among programs: a wrong value costs time, never correctness.
+    invariant: one main loop for all batch sizes, so that a row's bits depend on the row and its expert alone.
+    zero_missing: clear the output first. Otherwise rows of pairs that the plan does not name keep what they held, in
+        a new output whatever its memory held.
+    validate: check the plan's values, which reads them back, and raise ValueError. Without it nothing is read back,
+        and a wrong plan gives wrong results but no access outside the buffers.
+
+    Works in CUDA graphs and torch.compile (without validate). CPU tensors run the plain reference. Raises TypeError or
+    ValueError before any launch for arguments outside this description.
+    """
+    expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
+    blocks = BlockPlan(*plan[:3])
+    shape = packed.shape
+    if validate:
+        pairs = x.shape[0] * top_k
+        check_plan_values(*blocks, block_m=block_m, num_experts=shape.experts, num_pairs=pairs)
+    arguments = (
+        x,
+        packed.data,
+        *blocks,
+        row_weight,
+        shape.gated,
+        top_k,
+        block_m,
+        expected_rows,
+        invariant,
+        zero_missing,
+    )
+    if out is None:
+        result: torch.Tensor = torch.ops.chord.moe_w4a16.default(*arguments)
+        return result
+    torch.ops.chord.moe_w4a16_out.default(*arguments, out)
+    return out
+
+
+class PreparedMoeW4A16:
+    """A W4A16 GEMM bound to its buffers: calling it launches the kernel again on torch's current stream.
+
+    A call reads x, the plan and row_weight as they are then and writes `out`; it allocates nothing and synchronises
+    nothing. Made by `chord.prepare_moe_w4a16`. One instance must not run on two streams at once: both runs would write
+    the same output.
+    """
+
+    __slots__ = ("_keep", "launch", "out", "program")
+
+    def __init__(self, prepared: Prepared, out: torch.Tensor) -> None:
+        self.launch = prepared.launch
+        """The bare launch; calling it skips one Python frame."""
+        self.program = prepared.program
+        """Name of the program that runs; "reference" on a CPU, "" where there is nothing to do."""
+        self._keep = prepared.keep
+        self.out = out
+
+    def __call__(self) -> None:
+        self.launch()
+
+
+def prepare_moe_w4a16(
+    x: torch.Tensor,
+    packed: PackedW4A16,
+    plan: Plan,
+    *,
+    top_k: int,
+    block_m: int,
+    row_weight: torch.Tensor | None = None,
+    expected_rows: int | None = None,
+    invariant: bool = False,
+    zero_missing: bool = False,
+    out: torch.Tensor | None = None,
+    program: str | None = None,
+) -> PreparedMoeW4A16:
+    """Checks, looks up, verifies and loads once; the result launches on the same buffers as often as it is called.
+
+    Arguments as for `chord.moe_w4a16`. zero_missing adds a launch that clears the output. `program` names a program to
+    run instead of the routed one (for measurements).
+    """
+    expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
+    blocks, data = BlockPlan(*plan[:3]), packed.data
+    shape = check_inputs(x, data, *blocks, row_weight, packed.shape.gated, top_k, block_m, expected_rows)
+    if out is None:
+        out = torch.empty(x.shape[0] * top_k, shape.n, dtype=torch.bfloat16, device=x.device)
+    check_output(out, x, shape, top_k)
+    check_buffers(x, data, blocks.sorted_token_ids, row_weight, out)
+    if not x.is_cuda:
+        tensors = (x, data, *blocks, row_weight, out)
+        scalars = (shape, top_k, block_m, expected_rows, invariant, zero_missing)
+        return PreparedMoeW4A16(Prepared(lambda: ops.run(*tensors, *scalars), "reference", tensors), out)
+    if x.shape[0] and blocks.expert_ids.numel():
+        prepared = launch.prepare_gemm(
+            x, data, blocks, row_weight, out, shape,
+            top_k=top_k, block_m=block_m, expert_rows=expected_rows, invariant=invariant, program=program,
+        )  # fmt: skip
+    else:
+        prepared = Prepared(lambda: None, "", ())
+    if zero_missing:
+        prepared = prepared._replace(launch=_cleared_first(out, prepared.launch))
+    return PreparedMoeW4A16(prepared, out)
+
+
+def _cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable[[], None]:
+    def call() -> None:
+        out.zero_()
+        launched()
+
+    return call
+
+
+def _checked_rows(x: object, packed: object, top_k: int, block_m: int, expected_rows: int | None) -> int:
+    """expected_rows, worked out where it is not given, after checks of what that needs."""
+    if not isinstance(packed, PackedW4A16):
+        raise TypeError(f"packed: expected a chord.PackedW4A16 (see chord.pack_w4a16), got {type(packed).__name__}")
+    check_tensor("x", x, (torch.bfloat16,), (None, None))
+    assert isinstance(x, torch.Tensor)  # noqa: S101 - check_tensor said so
+    check_int("top_k", top_k, 1)  # here, as the op's schema would take True for 1
+    check_block_m(block_m)
+    return -(-x.shape[0] * top_k // packed.shape.experts) if expected_rows is None else expected_rows

@@ -1,0 +1,187 @@
+"""The routed experts of a MoE layer as a torch module over packed weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from chord import _runtime
+from chord.router.api import route_plan
+from chord.router.validate import check_devices, check_tensor
+from chord.w4a16.api import Plan, moe_w4a16
+from chord.w4a16.checkpoint import ExpertReader, Shard
+from chord.w4a16.layout import LAYOUT_VERSION, SCALE_GROUP, WeightShape
+from chord.w4a16.profiles import Profile, Role, select_profile
+from chord.w4a16.weights import PackedW4A16, pack_expert
+
+
+class W4A16Experts(torch.nn.Module):
+    """y[t] = sum over t's routes of weight * w2[e] @ (silu(gate) * up), where [gate | up] = w13[e] @ x[t].
+
+    The packed weights are buffers, so that `to`, `state_dict` and `load_state_dict` work on them; the layout's version
+    is part of the state and another one is refused. `profile` names the kind of deployment. Inference only.
+    """
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    def __init__(
+        self,
+        w13: PackedW4A16,
+        w2: PackedW4A16,
+        *,
+        local_experts: range | None = None,
+        num_global_experts: int | None = None,
+        profile: str = "auto",
+        role: Role | None = None,
+        tensor_parallel_size: int | None = None,
+    ) -> None:
+        """w13: [E, 2 I, H] packed with gated=True. w2: [E, H, I].
+
+        local_experts: the global ids of these E experts, out of num_global_experts, on an expert-parallel rank.
+        profile, role, tensor_parallel_size: see `chord.w4a16.profiles.select_profile`; they choose no kernel.
+        Raises TypeError or ValueError for projections that do not belong together.
+        """
+        super().__init__()
+        _check_projections(w13, w2)
+        experts = w13.shape.experts
+        if local_experts is None:
+            local_experts = range(experts if num_global_experts is None else num_global_experts)
+        self.local_experts = local_experts
+        self.num_global_experts = experts if num_global_experts is None else num_global_experts
+        if len(local_experts) != experts:
+            raise ValueError(
+                f"local_experts, num_global_experts: expected the ids of {experts} experts, got {local_experts}"
+            )
+        self.w13_shape, self.w2_shape = w13.shape, w2.shape
+        self.register_buffer("w13", w13.data)
+        self.register_buffer("w2", w2.data)
+        arch = _runtime.architecture(w13.device.index) if w13.device.type == "cuda" else None
+        self.profile: Profile = select_profile(
+            w13.shape, arch, profile=profile, role=role, tensor_parallel_size=tensor_parallel_size
+        )
+
+    @classmethod
+    def from_safetensors(
+        cls,
+        path: Path | str,
+        prefix: str,
+        *,
+        device: torch.device | str = "cuda",
+        local_experts: range | None = None,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        profile: str = "auto",
+        role: Role | None = None,
+    ) -> W4A16Experts:
+        """Reads and packs one layer's experts from safetensors, expert by expert.
+
+        path: a checkpoint's folder, or one file. prefix: what comes before the expert's number in the tensors' names,
+        such as "model.layers.1.mlp.experts". `chord.w4a16.checkpoint` tells the forms that are understood.
+        local_experts: global ids to load, for expert parallelism; default all. tp_rank, tp_size: which share of the
+        intermediate features to load, for tensor parallelism: the sum over ranks is then the caller's.
+        Needs safetensors. Raises ValueError, naming tensor or field and value, for what the kernels do not serve: other
+        group sizes, zero points, act order, types but int32 codes with bfloat16 scales, quantised inputs.
+        """
+        reader = ExpertReader(path, prefix, Shard(tp_rank, tp_size))
+        experts = range(reader.num_experts) if local_experts is None else local_experts
+        if len(experts) == 0 or min(experts) < 0 or max(experts) >= reader.num_experts:
+            raise ValueError(f"local_experts: expected ids of 0 to {reader.num_experts - 1}, got {experts}")
+        target = torch.device(device)
+        packed: list[PackedW4A16] = []
+        for gated, read in ((True, reader.w13), (False, reader.w2)):
+            for place, expert in enumerate(experts):
+                codes, scale = (tensor.to(target) for tensor in read(expert))
+                if place == 0:
+                    k = scale.shape[1] * SCALE_GROUP
+                    packed.append(_empty(WeightShape(len(experts), codes.shape[0], k, gated), target))
+                pack_expert(packed[-1], place, codes, scale)
+        return cls(
+            packed[0],
+            packed[1],
+            local_experts=experts,
+            num_global_experts=reader.num_experts,
+            profile=profile,
+            role=role,
+            tensor_parallel_size=tp_size if tp_size != 1 else None,
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        plan: Plan | None = None,
+        *,
+        block_m: int = 8,
+        invariant: bool = False,
+        zero_missing: bool = True,
+    ) -> torch.Tensor:
+        """[M, H] bfloat16 from x [M, H] bfloat16, topk_weights [M, k] float32 and global topk_ids [M, k] int32.
+
+        plan: of these ids over this rank's experts, with blocks of block_m; without it one is made. The result of
+        `chord.fused_router` may be passed on: layer(x, *chord.fused_router(...)).
+        invariant: as for `chord.moe_w4a16`. zero_missing: routes whose expert is not here count as zero, which costs
+        clearing a buffer of M * k rows; False where every route has its expert here.
+        """
+        top_k = topk_ids.shape[1]
+        if plan is None:
+            plan = route_plan(topk_ids, self.num_global_experts, block_m, local_experts=self._local())
+        expected_rows = -(-x.shape[0] * top_k // self.num_global_experts)
+        w13, w2 = PackedW4A16(self.w13, self.w13_shape), PackedW4A16(self.w2, self.w2_shape)
+        hidden = moe_w4a16(x, w13, plan, top_k=top_k, block_m=block_m, expected_rows=expected_rows, invariant=invariant)
+        gate, up = hidden.chunk(2, dim=1)
+        routed = moe_w4a16(
+            torch.nn.functional.silu(gate) * up,
+            w2,
+            plan,
+            top_k=1,
+            block_m=block_m,
+            row_weight=topk_weights.reshape(-1),
+            expected_rows=expected_rows,
+            invariant=invariant,
+            zero_missing=zero_missing,
+        )
+        return routed.view(x.shape[0], top_k, self.w2_shape.n).sum(dim=1)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([LAYOUT_VERSION])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        if int(state) != LAYOUT_VERSION:
+            raise ValueError(
+                f"layout_version: this chord reads packed weights of version {LAYOUT_VERSION}, the state has "
+                f"{int(state)}; pack them again from the checkpoint"
+            )
+
+    def extra_repr(self) -> str:
+        shape = self.w13_shape
+        return (
+            f"experts={shape.experts} of {self.num_global_experts}, hidden={shape.k}, intermediate={self.w2_shape.k}, "
+            f"profile={self.profile.name}"
+        )
+
+    def _local(self) -> range | None:
+        everything = self.local_experts == range(self.num_global_experts)
+        return None if everything else self.local_experts
+
+
+def _empty(shape: WeightShape, device: torch.device) -> PackedW4A16:
+    return PackedW4A16(torch.empty(shape.experts, shape.expert_bytes, dtype=torch.uint8, device=device), shape)
+
+
+def _check_projections(w13: PackedW4A16, w2: PackedW4A16) -> None:
+    for name, packed in (("w13", w13), ("w2", w2)):
+        if not isinstance(packed, PackedW4A16):
+            raise TypeError(f"{name}: expected a chord.PackedW4A16 (see chord.pack_w4a16), got {type(packed).__name__}")
+        check_tensor(name, packed.data, (torch.uint8,), (packed.shape.experts, packed.shape.expert_bytes))
+    up, down = w13.shape, w2.shape
+    if not up.gated or down.gated:
+        raise ValueError("w13, w2: expected w13 packed with gated=True, w2 without")
+    if (up.experts, up.k, up.n) != (down.experts, down.n, 2 * down.k):
+        raise ValueError(
+            f"w13, w2: expected [E, 2 I, H] and [E, H, I], got [{up.experts}, {up.n}, {up.k}] and "
+            f"[{down.experts}, {down.n}, {down.k}]"
+        )
+    check_devices({"w13": w13.data, "w2": w2.data})

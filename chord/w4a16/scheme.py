@@ -1,0 +1,91 @@
+"""What a checkpoint says about its quantisation, and whether it is the one scheme that the kernels serve: symmetric
+INT4 codes in groups of 32 along K, bfloat16 scales, activations left alone. Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Fields = Mapping[str, Any]
+
+_WEIGHTS: dict[str, tuple[object, ...]] = {
+    "num_bits": (4,),
+    "type": ("int",),
+    "symmetric": (True,),
+    "strategy": ("group",),
+    "group_size": (32,),
+    "actorder": (None, False),
+    "dynamic": (None, False),
+}
+"""Field of a weight scheme -> values that are served."""
+_REFUSED_TENSORS = {
+    "weight_zero_point": "zero points",
+    "qzeros": "zero points",
+    "weight_g_idx": "act order",
+    "g_idx": "act order",
+    "input_scale": "quantised inputs",
+    "input_zero_point": "quantised inputs",
+    "weight_global_scale": "scales of scales",
+    "qweight": "GPTQ's and AWQ's packing",
+    "bias": "biases",
+}
+"""Last part of a tensor's name -> what it would mean."""
+
+
+def quantization_of(config: Fields) -> Fields | None:
+    """The quantization_config of a model's config.json, wherever multi-modal models keep it."""
+    for holder in (config, config.get("text_config") or {}):
+        found = holder.get("quantization_config") or holder.get("compression_config")
+        if found is not None:
+            return dict(found)
+    return None
+
+
+def check_scheme(quantization: Fields, module: str) -> None:
+    """Raises ValueError, naming field, value and what is allowed, unless `module` is quantised as the kernels need."""
+    _expect(module, "quant_method", quantization.get("quant_method"), ("compressed-tensors",))
+    if any(_matches(pattern, module) for pattern in quantization.get("ignore") or ()):
+        raise ValueError(f"{module}: its weights are not quantised (quantization_config's ignore names it)")
+    group = _group_of(quantization, module)
+    _expect(module, "format", group.get("format") or quantization.get("format"), ("pack-quantized",))
+    weights = group.get("weights")
+    if weights is None:
+        raise ValueError(f"{module}: its weights are not quantised (the config group has none)")
+    for field, allowed in _WEIGHTS.items():
+        _expect(module, f"weights.{field}", weights.get(field), allowed)
+    for field in ("input_activations", "output_activations"):
+        _expect(module, field, group.get(field), (None,))
+
+
+def check_tensor_names(names: Iterable[str]) -> None:
+    """Raises ValueError for the first tensor that only another scheme has."""
+    for name in names:
+        meaning = _REFUSED_TENSORS.get(name.rpartition(".")[2])
+        if meaning is not None:
+            raise ValueError(
+                f"{name}: {meaning} are not served; expected symmetric INT4 codes in groups of 32 with bfloat16 scales"
+            )
+
+
+def _group_of(quantization: Fields, module: str) -> Fields:
+    """The config group of a module: one that names it goes before one for all linear layers."""
+    groups: list[Fields] = list((quantization.get("config_groups") or {}).values())
+    named = [g for g in groups if any(_matches(target, module) for target in g.get("targets") or ())]
+    linear = [g for g in groups if "Linear" in (g.get("targets") or ())]
+    if not named and not linear:
+        raise ValueError(f"{module}: its weights are not quantised (no config group has it among its targets)")
+    return (named or linear)[0]
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == module
+
+
+def _expect(module: str, field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        wanted = " or ".join(repr(one) for one in allowed)
+        raise ValueError(f"{module}: quantization_config has {field} = {value!r}, chord serves {wanted} alone")

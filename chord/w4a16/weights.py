@@ -1,0 +1,107 @@
+"""Packed INT4 weights as an object, from checkpoints and back: kernels for CUDA tensors, torch for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from chord.router.validate import check_devices, check_memory, check_tensor
+from chord.w4a16 import launch, layout
+from chord.w4a16.layout import CODES_PER_WORD, LAYOUT_VERSION, SCALE_GROUP, WeightShape
+
+
+@dataclass(frozen=True, eq=False)
+class PackedW4A16:
+    """One projection of all experts in the packed layout. Raises TypeError or ValueError for anything else."""
+
+    data: torch.Tensor = field(repr=False)
+    """uint8 [E, n * k * 9 / 16]."""
+    shape: WeightShape
+    layout_version: int = LAYOUT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.layout_version != LAYOUT_VERSION:
+            raise ValueError(
+                f"layout_version: this chord reads packed weights of version {LAYOUT_VERSION}, got "
+                f"{self.layout_version}; pack them again from the checkpoint"
+            )
+        check_tensor("data", self.data, (torch.uint8,), (self.shape.experts, self.shape.expert_bytes))
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def to(self, device: torch.device | str) -> PackedW4A16:
+        """The same weights on another device."""
+        return PackedW4A16(self.data.to(device), self.shape, self.layout_version)
+
+
+def pack_w4a16(codes: torch.Tensor, scale: torch.Tensor, *, gated: bool = False) -> PackedW4A16:
+    """Packs one projection of all experts; the same bytes on every device.
+
+    codes: int32 [E, N, K / 8], eight codes (value + 8) a word along K, lowest nibble first, as compressed-tensors'
+        pack-quantized has them; or int32 [E, N, K], one code 0..15 each (checked, which on a GPU synchronises once).
+    scale: bfloat16 [E, N, K / 32], one for an output and 32 consecutive k. N and K are multiples of 64.
+    gated: the first N / 2 rows are gates, the others their up rows (w13); results then come in that order as well.
+    Raises TypeError or ValueError for anything else: another group size, zero points and other types are not served.
+    """
+    shape, plain = _checkpoint_shape(codes, scale, gated)
+    check_devices({"codes": codes, "scale": scale})
+    if not codes.is_cuda:
+        words = layout.words_from_codes(codes) if plain else codes
+        return PackedW4A16(layout.pack(words, scale, gated=gated), shape)
+    check_memory({"codes": codes, "scale": scale}, {})
+    data = torch.empty(shape.experts, shape.expert_bytes, dtype=torch.uint8, device=codes.device)
+    _pack_on_gpu(codes, scale, data, shape, plain)
+    return PackedW4A16(data, shape)
+
+
+def pack_expert(packed: PackedW4A16, expert: int, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """Packs one expert's [N, K / 8] or [N, K] codes and [N, K / 32] scales, on packed's device, into its place.
+
+    So that a checkpoint's experts need not be in memory at once. Errors as for pack_w4a16.
+    """
+    shape = packed.shape
+    given, plain = _checkpoint_shape(codes[None], scale[None], shape.gated)
+    if (given.n, given.k) != (shape.n, shape.k):
+        raise ValueError(f"codes: expected a projection of {shape.n} x {shape.k}, got {given.n} x {given.k}")
+    place = packed.data[expert : expert + 1]
+    check_devices({"packed": place, "codes": codes, "scale": scale})
+    if codes.is_cuda:
+        check_memory({"codes": codes, "scale": scale}, {"packed": place})
+        _pack_on_gpu(codes, scale, place, given, plain)
+    else:
+        place.copy_(pack_w4a16(codes[None], scale[None], gated=shape.gated).data)
+
+
+def unpack_w4a16(packed: PackedW4A16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse of pack_w4a16: (codes int32 [E, N, K / 8], scale bfloat16 [E, N, K / 32]), exactly what was packed."""
+    if not packed.data.is_cuda:
+        return layout.unpack(packed.data, packed.shape)
+    shape = packed.shape
+    size = (shape.experts, shape.n)
+    codes = torch.empty(*size, shape.k // CODES_PER_WORD, dtype=torch.int32, device=packed.device)
+    scale = torch.empty(*size, shape.k // SCALE_GROUP, dtype=torch.bfloat16, device=packed.device)
+    launch.unpack(packed.data, codes, scale, shape)
+    return codes, scale
+
+
+def _pack_on_gpu(codes: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, shape: WeightShape, plain: bool) -> None:
+    wrong = torch.zeros(1, dtype=torch.int32, device=codes.device)
+    launch.pack(codes, scale, data, wrong, shape, plain=plain)
+    if plain and int(wrong):
+        raise ValueError(f"codes: expected 0 to 15 (value + 8), got {int(codes.min())} to {int(codes.max())}")
+
+
+def _checkpoint_shape(codes: torch.Tensor, scale: torch.Tensor, gated: bool) -> tuple[WeightShape, bool]:
+    """The projection's shape, and whether the codes are plain. The scales say how long K is."""
+    check_tensor("codes", codes, (torch.int32,), (None, None, None))
+    check_tensor("scale", scale, (torch.bfloat16,), (*codes.shape[:2], None))
+    k = scale.shape[2] * SCALE_GROUP
+    if codes.shape[2] not in (k, k // CODES_PER_WORD):
+        raise ValueError(
+            f"codes, scale: expected [E, N, K/8] or [E, N, K] codes with one scale for {SCALE_GROUP} k, got "
+            f"{list(codes.shape)} codes with {scale.shape[2]} scales a row; other group sizes are not served"
+        )
+    return WeightShape(codes.shape[0], codes.shape[1], k, gated), codes.shape[2] == k

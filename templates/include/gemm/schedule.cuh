@@ -1,0 +1,142 @@
+// Items of work: (row tile, group of 256 outputs), handed round the CTAs of a persistent grid. No host knows how many.
+#pragma once
+#include "common/types.cuh"
+#include "gemm/rows.cuh"
+#include "gemm/tile.cuh"
+
+namespace gemm {
+
+struct Item {
+    u32 expert;
+    u32 slot, rows;  // row slots [slot, slot + rows)
+    u32 width;       // rows as the tensor cores see them
+    u32 group;       // of 256 outputs
+    u32 strip, strips;
+};
+
+// An expert's rows are cut evenly into the fewest tiles.
+template <class T>
+struct RowCut {
+    u32 tiles, tile_rows;
+    __device__ __forceinline__ explicit RowCut(u32 rows) {
+        const u32 fewest = ceil_div(rows, T::max_rows);
+        tile_rows = fewest > 1 ? round_up(ceil_div(rows, fewest), 8u) : rows;
+        tiles = rows > 0 ? ceil_div(rows, tile_rows) : 0;
+    }
+};
+
+// One copy in each producer warp: all follow the same sequence. Items are numbered tile by tile, outputs fastest, so that
+// neighbouring CTAs share an expert's token rows; CTA b takes b, b + grid, ... Which CTA computes a tile changes no bit
+// of it. When the last round would leave most CTAs idle, its items are cut into halves or quarters by strips.
+template <class T, class Rows>
+class Schedule {
+public:
+    __device__ __forceinline__ Schedule(const Rows& rows, u32 shared, u32 strips)
+        : rows_(rows), shared_(shared), strips_(strips), groups_(ceil_div(strips, kStrips)), place_(blockIdx.x) {
+        open_window(0);
+    }
+
+    // The next item of this CTA in the window at hand; false when there is none.
+    __device__ __forceinline__ bool next_here(Item& item) {
+        if (place_ < whole_) {
+            fill(item, place_, 0, kStrips);
+            place_ += gridDim.x;
+            return true;
+        }
+        if (parts_ == 1) return false;
+        const u32 index = whole_ + blockIdx.x / parts_, each = kStrips / parts_;
+        if (index < items_) fill(item, index, blockIdx.x % parts_ * each, each);
+        parts_ = 1;
+        return index < items_ && item.strips > 0;
+    }
+
+    // The next item of this CTA; false when there is none. All producer warps must go on calling it until it says false:
+    // they look at a new window together, once each has done everything in the one before.
+    __device__ __forceinline__ bool next(Item& item) {
+        while (!next_here(item)) {
+            if (window_.last) return false;
+            place_ -= items_;
+            before_ = (before_ + items_) % gridDim.x;
+            ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
+            open_window(window_.next);
+        }
+        return true;
+    }
+
+private:
+    __device__ __forceinline__ void open_window(u32 first) {
+        window_ = rows_.template load_window<T>(shared_, first);
+        items_ = whole_ = number_tiles() * groups_;
+        parts_ = 1;
+        const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round
+        if (window_.last && rest > 0 && rest <= items_ && rest * 2 <= gridDim.x) {
+            parts_ = rest * kStrips <= gridDim.x ? kStrips : 2;
+            whole_ = items_ - rest;
+        }
+    }
+
+    // Writes the first tile of every run; returns the number of tiles.
+    __device__ __forceinline__ u32 number_tiles() const {
+        constexpr u32 kEach = T::window / T::producer_threads;
+        const u32 thread = threadIdx.x - T::math_threads, lane = thread % 32, warp = thread / 32;
+        u32 tiles[kEach], sum = 0;
+#pragma unroll
+        for (u32 j = 0; j < kEach; ++j) {
+            const u32 run = thread * kEach + j;
+            tiles[j] = run < window_.runs ? RowCut<T>(ptx::load_shared(shared_ + T::run_rows + 4 * run)).tiles : 0;
+            sum += tiles[j];
+        }
+        u32 upto = sum;
+#pragma unroll
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(kFullWarp, upto, step);
+            upto += lane >= step ? other : 0;
+        }
+        if (lane == 31) ptx::store_shared(shared_ + T::run_counts + 4 * warp, upto);
+        ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
+        u32 tile = upto - sum, total = 0;
+#pragma unroll
+        for (u32 w = 0; w < T::producer_threads / 32; ++w) {
+            const u32 count = ptx::load_shared(shared_ + T::run_counts + 4 * w);
+            tile += w < warp ? count : 0;
+            total += count;
+        }
+#pragma unroll
+        for (u32 j = 0; j < kEach; ++j) {
+            const u32 run = thread * kEach + j;
+            if (run < window_.runs) ptx::store_shared(shared_ + T::run_tile + 4 * run, tile);
+            tile += tiles[j];
+        }
+        ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
+        return total;
+    }
+
+    __device__ __forceinline__ void fill(Item& item, u32 place, u32 strip, u32 strips) const {
+        const u32 tile = place / groups_;
+        u32 run = 0;  // the last run whose first tile is not beyond `tile`: runs without rows are stepped over
+#pragma unroll
+        for (u32 step = T::window / 2; step > 0; step /= 2) {
+            const u32 other = run + step;
+            if (other < window_.runs && ptx::load_shared(shared_ + T::run_tile + 4 * other) <= tile) run = other;
+        }
+        const u32 rows = ptx::load_shared(shared_ + T::run_rows + 4 * run);
+        const u32 first = (tile - ptx::load_shared(shared_ + T::run_tile + 4 * run)) * RowCut<T>(rows).tile_rows;
+        item.expert = ptx::load_shared(shared_ + T::run_expert + 4 * run);
+        item.slot = ptx::load_shared(shared_ + T::run_slot + 4 * run) + first;
+        item.rows = smaller(rows - first, RowCut<T>(rows).tile_rows);
+        item.width = T::width_of(item.rows);
+        item.group = place - tile * groups_;
+        const u32 exist = smaller(strips_ - item.group * kStrips, kStrips);
+        item.strip = strip;
+        item.strips = strip < exist ? smaller(exist - strip, strips) : 0;
+    }
+
+    const Rows& rows_;
+    u32 shared_, strips_, groups_;
+    u32 place_;       // of this CTA's next item, from the window's first one
+    u32 before_ = 0;  // items of earlier windows, modulo the grid
+    u32 items_, whole_, parts_;
+    Window window_;
+};
+
+}  // namespace gemm

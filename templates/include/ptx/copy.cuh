@@ -1,0 +1,43 @@
+// Copies into shared memory that arrive on an mbarrier, and what goes with them (the 16-byte copy itself: memory.cuh).
+#pragma once
+#include "common/types.cuh"
+
+namespace ptx {
+
+// `bytes` (a multiple of 16) from global memory, counted down on the mbarrier `bar`.
+__device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     destination),
+                 "l"(source), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+// Asks for the line around `pointer` to be brought into L2: one instruction for a warp's 32 lines, where bulk prefetches
+// (memory.cuh) are issued lane after lane.
+__device__ __forceinline__ void prefetch_line(const void* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
+}
+
+// Closes a group of this thread's 16-byte copies; then waits until at most `kLeft` of its groups are under way.
+__device__ __forceinline__ void copy_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int kLeft>
+__device__ __forceinline__ void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Orders this thread's view of shared memory before what the tensor cores or the copy engine read next.
+__device__ __forceinline__ void async_proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// True in one lane of a converged warp; the compiler then knows that a single lane runs what follows.
+__device__ __forceinline__ bool elect_one() {
+    u32 chosen;
+    asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(chosen));
+    return chosen != 0;
+}
+
+}  // namespace ptx

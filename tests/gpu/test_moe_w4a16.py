@@ -1,0 +1,167 @@
+"""Every W4A16 program over shapes, routings and block sizes: values, poison, bits, graphs, streams, large outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import chord
+from chord._runtime import architecture, registry
+from chord.checks import w4a16 as checks
+from chord.w4a16 import layout, reference
+from chord.w4a16.layout import WeightShape
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "one_block": WeightShape(1, 64, 64),
+    "short_group": WeightShape(8, 320, 192),
+    "gated_short_group": WeightShape(8, 448, 320, gated=True),
+    "ep8_gate_up": WeightShape(48, 4096, 7168),
+    "ep8_down": WeightShape(48, 7168, 2048),
+    "tp8_gate_up": WeightShape(384, 512, 7168, gated=True),
+    "tp8_down": WeightShape(384, 7168, 256),
+    "many_experts": WeightShape(1024, 64, 128),
+}
+TOKENS = {"one_block": 5, "many_experts": 700}
+
+
+def programs(device):
+    arch = architecture(device.index)
+    operator = registry().manifest.operators["moe_w4a16"]
+    return {name: program for name, program in operator.programs.items() if arch in program.architectures}
+
+
+@pytest.mark.parametrize("routing", checks.ROUTINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_program_is_right_and_writes_nothing_else(shape, routing, device, expect_none):
+    problems = []
+    blocks = (8, 64) if shape.startswith(("one", "short", "gated")) else (16,)
+    for block_m in blocks:
+        case = checks.gemm_case(
+            SHAPES[shape], TOKENS.get(shape, 50), 8, block_m, routing, device, weighted=block_m != 16
+        )
+        expected = checks.Expected.of(case)
+        for program in programs(device):
+            problems += checks.gemm_problems(case, expected, program)
+    expect_none(problems)
+
+
+@pytest.mark.parametrize("shape", ["short_group", "gated_short_group", "tp8_down"])
+def test_programs_of_one_loop_give_equal_bits_and_rows_ignore_their_company(shape, device):
+    case = checks.gemm_case(SHAPES[shape], 90, 2, 8, "hot", device)
+    results = {}
+    for name, program in programs(device).items():
+        memory, out = checks.poisoned_output(case)
+        checks.run_program(case, name, out)
+        loop = program.constants["loop"]
+        assert torch.equal(results.setdefault(loop, memory), memory), name
+        for pair in (0, 77, 179):
+            alone = torch.full_like(case.expert_of, -1)
+            alone[pair] = case.expert_of[pair]
+            plan = checks.plan_of(alone, case.packed.shape.experts, 8, device)
+            _, single = checks.poisoned_output(case)
+            checks.run_program(case, name, single, plan)
+            assert torch.equal(single.view(torch.int16)[pair], out.view(torch.int16)[pair]), (name, pair)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packing_on_the_gpu_gives_the_same_bytes(shape, device):
+    sizes = SHAPES[shape]
+    words, scales = checks.checkpoint(WeightShape(min(sizes.experts, 4), sizes.n, sizes.k), device)
+    packed = chord.pack_w4a16(words, scales, gated=sizes.gated)
+    assert torch.equal(packed.data, layout.pack(words, scales, gated=sizes.gated))
+    plain = layout.codes_from_words(words).to(torch.int32)
+    assert torch.equal(chord.pack_w4a16(plain, scales, gated=sizes.gated).data, packed.data)
+    restored, restored_scales = chord.unpack_w4a16(packed)
+    assert torch.equal(restored, words)
+    assert torch.equal(restored_scales, scales)
+    plain[-1, -1, -1] = 16
+    with pytest.raises(ValueError, match="expected 0 to 15"):
+        chord.pack_w4a16(plain, scales)
+
+
+def test_packing_needs_little_more_memory_than_its_result(device):
+    words, scales = checks.checkpoint(WeightShape(16, 4096, 7168), device)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    packed = chord.pack_w4a16(words, scales)
+    assert torch.cuda.max_memory_allocated() - before <= 1.2 * packed.data.nbytes
+
+
+def test_graph_replays_follow_a_changing_plan(device):
+    shape = SHAPES["short_group"]
+    case = checks.gemm_case(shape, 64, 4, 8, "random", device)
+    plan = chord.allocate_route_plan(64, top_k=4, num_experts=shape.experts, block_m=8, device=device)
+    ids = torch.zeros(64, 4, dtype=torch.int32, device=device)
+    out = torch.empty(256, shape.n, dtype=torch.bfloat16, device=device)
+
+    def step():
+        chord.route_plan(ids, shape.experts, 8, plan=plan)
+        chord.moe_w4a16(case.x, case.packed, plan, top_k=4, block_m=8, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(4):
+        expert_of = checks.draw_experts(("random", "hot", "remote", "one")[seed], 256, shape.experts, seed)
+        x = torch.randn(64, shape.k, device=device).to(torch.bfloat16)
+        case.x.copy_(x)
+        ids.copy_(expert_of.view(64, 4))
+        out.view(torch.int16).fill_(checks.POISON)
+        graph.replay()
+        fresh = case._replace(expert_of=expert_of)
+        expected = checks.Expected.of(fresh)
+        named = (expert_of >= 0).to(device)
+        assert reference.rms_error(out[named], expected.exact[named]) <= 1.1 * expected.error
+        assert (out.view(torch.int16)[~named] == checks.POISON).all()
+
+
+def test_two_streams_do_not_disturb_each_other(device):
+    cases = [checks.gemm_case(SHAPES["short_group"], 60, 4, 8, "random", device, seed=seed) for seed in range(2)]
+    name = next(iter(programs(device)))
+    want = []
+    for case in cases:
+        memory, out = checks.poisoned_output(case)
+        checks.run_program(case, name, out)
+        want.append(memory)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    got = [checks.poisoned_output(case) for case in cases]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for stream, case, (_, out) in zip(streams, cases, got, strict=True):
+            with torch.cuda.stream(stream):
+                checks.run_program(case, name, out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, memory) for a, (memory, _) in zip(want, got, strict=True))
+
+
+def test_outputs_beyond_two_to_the_31(device):
+    shape = WeightShape(4, 4096, 64)
+    case = checks.gemm_case(shape, 70_000, 8, 64, "random", device)
+    picked = torch.cat([torch.randint(0, 560_000, (500,)), torch.tensor([0, 559_999])])
+    dense = reference.contract_weights(case.words, case.scales).to(torch.float64)
+    want = torch.stack([dense[case.expert_of[p]] @ case.x[p // 8].to(torch.float64) for p in picked.tolist()])
+    for name in programs(device):
+        out = torch.full((560_000, shape.n), float("nan"), dtype=torch.bfloat16, device=device)
+        checks.run_program(case, name, out)
+        assert reference.rms_error(out[picked.to(device)], want) < 3e-3, name
+        assert not out.view(-1)[::4099].isnan().any(), name
+        del out
+
+
+@pytest.mark.parametrize("count", [-8, 0, 1 << 30, (1 << 31) - 1])
+def test_a_wrong_length_reads_and_writes_inside_the_buffers(count, device):
+    case = checks.gemm_case(SHAPES["short_group"], 33, 4, 8, "random", device)
+    plan = case.plan._replace(num_tokens_post_padded=torch.tensor([count], dtype=torch.int32, device=device))
+    for name in programs(device):
+        memory, out = checks.poisoned_output(case)
+        checks.run_program(case, name, out, plan)
+        torch.cuda.synchronize()
+        assert (memory[:8] == checks.POISON).all()
+        assert (memory[-8:] == checks.POISON).all()
+        if count <= 0:
+            assert (memory == checks.POISON).all()

@@ -1,0 +1,187 @@
+"""The parts of the W4A16 bench that need no GPU: cells, bytes, tables, plots, regions, plans for peers."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_peers
+from chord.bench.results import Results, Row
+from chord.w4a16.layout import WeightShape
+
+
+def some_results(rows):
+    return Results(
+        suite="w4a16", date="2026-12-01", gpu="NVIDIA H200", driver="580.1", torch="2.11", commit="c" * 40,
+        peers={"humming": "0.1.20"}, method="how", flush="read", steady_ms=200, rows=rows,
+    )  # fmt: skip
+
+
+def row(proj, tokens, us, scenario="ep8_decode", **more):
+    return Row(scenario=scenario, proj=proj, tokens=tokens, block_m=8, program=f"p{tokens}", us=us, **more)
+
+
+READ = Row(scenario="read", us=250.0, bytes=1_000_000_000)
+ROWS = [
+    READ,
+    row("down", 20, 100.0, bytes=360_000_000, peers={"humming_indexed": 112.0, "marlin": 129.0}),
+    row("gate_up", 50, 200.0, bytes=720_000_000, p10=199.0, p90=202.0, peers={"humming_indexed": 240.0}),
+    row("gate_up", 20, 190.0, peers={"humming_indexed": 204.0, "marlin": 239.0}),
+    row("gate_up", 1024, 215.0, scenario="ep8_prefill", peers={"humming_indexed": 287.0}),
+]
+
+
+def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
+    every = w4a16.cells()
+    assert len(every) == len(set(every)) == 2 * (len(w4a16.DECODE_TOKENS) + 2)
+    shapes = [cell.shape for cell in every]
+    assert sum(a != b for a, b in pairwise(shapes)) == 3, "four sets of weights, each made once"
+    longer = w4a16.cells(["ep8_prefill", "tp8"], long=True)
+    assert {cell.tokens for cell in longer} == {1024, 2048, 4096, 8192, 16384}
+    assert not {cell for cell in longer if cell.scenario == "ep8_decode"}
+    with pytest.raises(ValueError, match=r"got \['dense'\]"):
+        w4a16.cells(["dense"])
+
+
+def test_tokens_become_rows_as_the_split_has_it():
+    prefill = w4a16.Cell("ep8_prefill", "gate_up", 1024)
+    assert prefill.local_tokens * w4a16.TOP_K == 1024
+    assert w4a16.Cell("ep8_decode", "down", 50).local_tokens == w4a16.Cell("tp8", "down", 50).local_tokens == 50
+    assert (prefill.top_k, w4a16.Cell("tp8", "down", 50).top_k) == (8, 1)
+
+
+def test_least_bytes_are_those_of_the_goals():
+    """793 MB of gate_up weights; 20 tokens reach 46 of 48 experts: 171 us at 4.45 TB/s."""
+    shape = w4a16.SHAPES["ep8_decode"]["gate_up"]
+    assert w4a16.least_bytes(shape, 48, 0, 0) == 48 * 4096 * 7168 * 9 // 16
+    assert w4a16.least_bytes(shape, 46, 20, 160) / 4.45e6 == pytest.approx(171, abs=1)
+
+
+def test_table_and_share_of_read_bandwidth():
+    lines = report.w4a16_table(some_results(ROWS), "ep8_decode").splitlines()
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert lines[2] == "| gate_up | 20 | `p20` | 190.0 |  | 204.0 | 239.0 | 1.07x |  |"
+    assert lines[3] == "| gate_up | 50 | `p50` | 200.0 | 199.0-202.0 | 240.0 |  | 1.20x | 90% |"
+    assert lines[4] == "| down | 20 | `p20` | 100.0 |  | 112.0 | 129.0 | 1.12x | 90% |"
+    assert "best peer of the same run: geometric mean 1.130x over 3 cells" in lines[6]
+    assert report.read_rate(some_results(ROWS[1:])) is None
+    with pytest.raises(ValueError, match="scenario 'tp8': no rows"):
+        report.w4a16_table(some_results(ROWS), "tp8")
+
+
+def test_documents_get_tables_and_a_plot_where_there_are_two_counts(tmp_path):
+    folder = tmp_path / "results"
+    results.write(some_results(ROWS), folder / "2026-12-01-h200-w4a16.json")
+    assert results.read(folder / "2026-12-01-h200-w4a16.json").rows[0].bytes == READ.bytes
+    page = tmp_path / "w4a16.md"
+    page.write_text("# x\n\n<!-- figures: w4a16 ep8_decode -->\n<!-- end of figures -->\n")
+    assert docs.update(page, folder)
+    text = page.read_text()
+    assert "(w4a16-ep8-decode-gate-up.svg)" in text
+    assert "ep8-decode-down.svg" not in text, "one point is no line"
+    assert (tmp_path / "w4a16-ep8-decode-gate-up.svg").read_text().startswith("<svg")
+    assert text.endswith("\n<!-- end of figures -->\n")
+    assert not docs.update(page, folder)
+    assert set(plot.w4a16_series(some_results(ROWS), "ep8_decode", "gate_up")) == {
+        "chord", "humming_indexed", "marlin"
+    }  # fmt: skip
+
+
+def test_peers_get_the_block_size_and_the_plan_that_they_would_have():
+    assert [w4a16_peers.marlin_block_m(8 * tokens, 48) for tokens in (20, 50, 128, 16384)] == [8, 16, 32, 64]
+    shape = WeightShape(4, 64, 64)
+    ids = torch.tensor([[0, 3], [3, 0], [3, 0]], dtype=torch.int32)
+    work = w4a16_peers.Work(shape, torch.empty(3, 64), ids, 2)
+    slots, experts, extent = w4a16_peers.exact_plan(work, 8)
+    assert experts.tolist() == [0, 3]
+    assert slots.numel() == int(extent) == 16
+    assert slots[:3].tolist() == [0, 3, 5]
+
+
+def test_results_are_sampled_against_float64():
+    shape = WeightShape(4, 128, 64)
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 128, 8), dtype=torch.int32)
+    scales = (torch.rand(4, 128, 2) * 0.04 + 0.005).to(torch.bfloat16)
+    weights = w4a16.Weights(words, scales, w4a16.pack_w4a16(words, scales))
+    ids = torch.randint(0, 4, (6, 2), dtype=torch.int32)
+    work = w4a16_peers.Work(shape, torch.randn(6, 64).to(torch.bfloat16), ids, 2)
+    prepared = w4a16.checked_launch(work, weights)
+    assert prepared.program == "reference"
+    prepared.out[0, 0] = float("nan")
+    assert "hold NaN" in w4a16.sampled_problem(work, weights, prepared.out)
+    assert "RMS error" in w4a16.sampled_problem(work, weights, prepared.out.nan_to_num() * 1.5)
+
+
+def test_a_peer_that_fails_is_left_out_and_said_so(monkeypatch):
+    class Peer:
+        version = "1"
+
+        def calls(self, work):
+            return {"works": lambda: None, "fails": lambda: 1 // 0}
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    work = w4a16_peers.Work(WeightShape(1, 64, 64), torch.empty(1, 64), torch.zeros(1, 1, dtype=torch.int32), 1)
+    with pytest.warns(UserWarning, match="fails left out at 1 rows of .*division"):
+        assert set(w4a16._working(Peer(), work)) == {"works"}
+
+
+def test_peers_that_the_folder_lacks_are_left_out(tmp_path, monkeypatch):
+    class Peer:
+        version = "1"
+
+    monkeypatch.setitem(w4a16.PEERS, "humming", lambda folder: Peer())
+    with pytest.warns(UserWarning, match="marlin left out: .*No such file"):
+        assert list(w4a16.usable_peers(tmp_path)) == ["humming"]
+    monkeypatch.delitem(w4a16.PEERS, "humming")
+    with pytest.warns(UserWarning, match="marlin left out"), pytest.raises(ValueError, match="expected a folder with"):
+        w4a16.usable_peers(tmp_path)
+
+
+class FakeClock:
+    """Counts flushes and calls; events are done unless more than `needed` flushes lie before each call."""
+
+    def __init__(self, needed):
+        self.needed, self.flushes, self.calls = needed, 0, 0
+
+    def flush(self):
+        self.flushes += 1
+
+    def call(self):
+        self.calls += 1
+
+    def event(self):
+        clock = self
+
+        class Event:
+            def record(self):
+                self.at = (clock.flushes, clock.calls)
+
+            def elapsed_time(self, other):
+                return (other.at[1] - self.at[1]) * 1e-3
+
+            def query(self):
+                return clock.flushes < clock.needed
+
+        return Event()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    def use(needed):
+        made = FakeClock(needed)
+        monkeypatch.setattr(timing, "ReadFlush", lambda: made.flush)
+        monkeypatch.setattr(timing, "_event", made.event)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        return made, timing.EventTimer(steady_ms=0)
+
+    return use
+
+
+def test_events_enclose_one_call_each_and_flushes_grow_until_the_host_is_ahead(clock):
+    made, timer = clock(needed=3 * 2 * (1 + 2))  # enough only after rounds with one flush, then two
+    times = timer.measure({"a": made.call, "b": made.call}, samples=3)
+    assert times == {"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0]}
+    assert made.flushes == 3 * 2 * (1 + 2)
+    made, timer = clock(needed=1 << 30)
+    with pytest.raises(timing.TimelineError, match="launched a, b more slowly than the GPU ran them, with up to 8"):
+        timer.measure({"a": made.call, "b": made.call}, samples=3)

@@ -1,0 +1,335 @@
+"""W4A16Experts: against float64, partial ranks that add up, state, compile, and every checkpoint form it loads."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import chord
+from chord.w4a16 import checkpoint as checkpoints
+from chord.w4a16.layout import codes_from_words, words_from_codes
+from chord.w4a16.reference import contract_weights
+
+EXPERTS, HIDDEN, INTER, TOKENS, TOP_K = 6, 128, 128, 9, 3
+PREFIX = "model.layers.1.mlp.experts"
+SCHEME = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "actorder": None,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def draw(n, k, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (EXPERTS, n, k), generator=generator, dtype=torch.int32)
+    scale = torch.rand(EXPERTS, n, k // 32, generator=generator) * 0.04 + 0.005
+    return words_from_codes(codes), scale.to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return {"w13": draw(2 * INTER, HIDDEN, 1), "w2": draw(HIDDEN, INTER, 2)}
+
+
+@pytest.fixture(scope="module")
+def layer(weights):
+    return chord.W4A16Experts(chord.pack_w4a16(*weights["w13"], gated=True), chord.pack_w4a16(*weights["w2"]))
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(torch.bfloat16)
+    chosen = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K)
+    return x, torch.softmax(chosen.values, 1), chosen.indices.to(torch.int32)
+
+
+def exact(weights, inputs):
+    x, route_weights, ids = inputs
+    dense13, dense2 = (contract_weights(*weights[name]).to(torch.float64) for name in ("w13", "w2"))
+    result = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    for token in range(TOKENS):
+        for weight, expert in zip(route_weights[token].tolist(), ids[token].tolist(), strict=True):
+            if expert >= 0:
+                gate, up = (dense13[expert] @ x[token].to(torch.float64)).chunk(2)
+                result[token] += weight * (dense2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return result
+
+
+def relative_error(got, want):
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+def test_the_layer_is_the_moe_formula(layer, weights, inputs):
+    assert relative_error(layer(*inputs), exact(weights, inputs)) < 1e-2
+    plan = chord.route_plan(inputs[2], EXPERTS, 16)
+    assert torch.equal(layer(*inputs, plan, block_m=16, zero_missing=False), layer(*inputs))
+    assert "experts=6 of 6, hidden=128, intermediate=128, profile=h200_prefill_ep8" in repr(layer)
+
+
+def test_routes_without_an_expert_count_as_zero(layer, weights, inputs):
+    x, route_weights, ids = inputs
+    ids = ids.clone()
+    ids[::2, 1] = -1
+    assert relative_error(layer(x, route_weights, ids), exact(weights, (x, route_weights, ids))) < 1e-2
+
+
+def test_no_tokens(layer):
+    assert layer(
+        torch.empty(0, HIDDEN, dtype=torch.bfloat16), torch.empty(0, TOP_K), torch.empty(0, TOP_K, dtype=torch.int32)
+    ).shape == (0, HIDDEN)
+
+
+def test_state_is_restored_and_another_layout_refused(layer, inputs):
+    other = chord.W4A16Experts(
+        chord.PackedW4A16(torch.zeros_like(layer.w13), layer.w13_shape),
+        chord.PackedW4A16(torch.zeros_like(layer.w2), layer.w2_shape),
+    )
+    state = layer.state_dict()
+    other.load_state_dict(state)
+    assert torch.equal(other.to(torch.float16)(*inputs), layer(*inputs)), "casting leaves packed bytes alone"
+    with pytest.raises(
+        ValueError, match="layout_version: this chord reads packed weights of version 1, the state has 2"
+    ):
+        other.load_state_dict(state | {"_extra_state": torch.tensor([2])})
+
+
+def test_compiles_to_one_graph(layer, inputs):
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*inputs), layer(*inputs))
+
+
+def test_projections_that_do_not_belong_together_are_refused(weights):
+    gated, plain = chord.pack_w4a16(*weights["w13"], gated=True), chord.pack_w4a16(*weights["w13"])
+    down = chord.pack_w4a16(*weights["w2"])
+    with pytest.raises(ValueError, match="expected w13 packed with gated=True, w2 without"):
+        chord.W4A16Experts(plain, down)
+    with pytest.raises(
+        ValueError, match=r"expected \[E, 2 I, H\] and \[E, H, I\], got \[6, 256, 128\] and \[6, 256, 128"
+    ):
+        chord.W4A16Experts(gated, plain)
+    with pytest.raises(TypeError, match=r"w2: expected a chord\.PackedW4A16"):
+        chord.W4A16Experts(gated, down.data)
+    with pytest.raises(ValueError, match=r"expected the ids of 6 experts, got range\(0, 5\)"):
+        chord.W4A16Experts(gated, down, local_experts=range(5), num_global_experts=12)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def per_expert(weights, names=("gate_proj", "up_proj", "down_proj"), unpacked=False):
+    tensors = {}
+    for e in range(EXPERTS):
+        gate, up = (part[e].chunk(2) for part in weights["w13"])
+        parts = ((gate[0], up[0]), (gate[1], up[1]), tuple(part[e] for part in weights["w2"]))
+        for name, (words, scale) in zip(names, parts, strict=True):
+            stem = f"{PREFIX}.{e}.{name}.weight"
+            if unpacked:
+                tensors[stem] = codes_from_words(words).to(torch.int32)
+            else:
+                tensors[f"{stem}_packed"] = words.clone()
+                tensors[f"{stem}_shape"] = torch.tensor([words.shape[0], words.shape[1] * 8])
+            tensors[f"{stem}_scale"] = scale.clone()
+    return tensors
+
+
+def stacked(weights, unpacked=False):
+    tensors = {}
+    for name, (words, scale) in weights.items():
+        kind = "weight" if unpacked else "weight_packed"
+        tensors[f"{PREFIX}.{name}_{kind}"] = codes_from_words(words).to(torch.int32) if unpacked else words.clone()
+        tensors[f"{PREFIX}.{name}_weight_scale"] = scale.clone()
+    return tensors
+
+
+def write(folder, tensors, config=None, files=1):
+    names, homes = sorted(tensors), {}
+    for part in range(files):
+        file = f"model-{part}.safetensors"
+        save_file({name: tensors[name] for name in names[part::files]}, folder / file)
+        homes |= dict.fromkeys(names[part::files], file)
+    if files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+FORMS = {
+    "compressed_tensors": per_expert,
+    "other_names": lambda weights: per_expert(weights, ("w1", "w3", "w2")),
+    "unpacked": lambda weights: per_expert(weights, unpacked=True),
+    "stacked": stacked,
+    "stacked_unpacked": lambda weights: stacked(weights, unpacked=True),
+}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_bytes(form, files, weights, layer, tmp_path):
+    config = {"quantization_config": SCHEME} if files == 1 else {"text_config": {"quantization_config": SCHEME}}
+    folder = write(tmp_path, FORMS[form](weights), config, files)
+    loaded = chord.W4A16Experts.from_safetensors(folder, f"{PREFIX}.", device="cpu")
+    assert torch.equal(loaded.w13, layer.w13)
+    assert torch.equal(loaded.w2, layer.w2)
+    assert (loaded.w13_shape, loaded.w2_shape) == (layer.w13_shape, layer.w2_shape)
+
+
+@pytest.mark.parametrize("form", ["compressed_tensors", "stacked_unpacked"])
+def test_expert_parallel_ranks_add_up(form, weights, layer, inputs, tmp_path):
+    folder = write(tmp_path, FORMS[form](weights))
+    parts = []
+    for local in (range(2), range(2, 6)):
+        rank = chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu", local_experts=local)
+        assert (rank.num_global_experts, rank.w13_shape.experts) == (EXPERTS, len(local))
+        parts.append(rank(*inputs).to(torch.float64))
+    assert relative_error(sum(parts), exact(weights, inputs)) < 1e-2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensor_parallel_ranks_add_up(form, weights, inputs, tmp_path):
+    folder = write(tmp_path, FORMS[form](weights))
+    parts = []
+    for rank in range(2):
+        shard = chord.W4A16Experts.from_safetensors(
+            folder, PREFIX, device="cpu", tp_rank=rank, tp_size=2, profile="h200_tp8"
+        )
+        assert (shard.w13_shape.n, shard.w2_shape.k) == (INTER, INTER // 2)
+        parts.append(shard(*inputs).to(torch.float64))
+    assert relative_error(sum(parts), exact(weights, inputs)) < 1e-2
+
+
+def test_one_expert_is_read_at_a_time(weights, tmp_path, monkeypatch):
+    folder = write(tmp_path, stacked(weights))
+    sizes = []
+    original = checkpoints.ExpertReader._cut
+    monkeypatch.setattr(
+        checkpoints.ExpertReader,
+        "_cut",
+        lambda *arguments: sizes.append((read := original(*arguments)).nbytes) or read,
+    )
+    chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+    assert max(sizes) == 2 * INTER * HIDDEN // 2, "bytes of one expert's gate and up codes"
+
+
+def changed(change):
+    """SCHEME with one field of the group, of its weights, or of the top changed."""
+    scheme = json.loads(json.dumps(SCHEME))
+    for path, value in change.items():
+        place = scheme if path.startswith("top.") else scheme["config_groups"]["group_0"]
+        *parents, last = path.removeprefix("top.").split(".")
+        for parent in parents:
+            place = place[parent]
+        place[last] = value
+    return scheme
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights.group_size": 128}, r"weights\.group_size = 128, chord serves 32 alone"),
+        ({"weights.symmetric": False}, r"weights\.symmetric = False, chord serves True alone"),
+        ({"weights.actorder": "group"}, r"weights\.actorder = 'group', chord serves None or False"),
+        ({"weights.num_bits": 8}, r"weights\.num_bits = 8, chord serves 4"),
+        ({"weights.type": "float"}, r"weights\.type = 'float', chord serves 'int'"),
+        ({"weights.strategy": "channel"}, r"weights\.strategy = 'channel', chord serves 'group'"),
+        ({"weights.dynamic": True}, r"weights\.dynamic = True"),
+        ({"input_activations": {"num_bits": 8}}, r"input_activations = \{'num_bits': 8\}, chord serves None"),
+        ({"weights": None}, "gate_proj: its weights are not quantised"),
+        ({"targets": ["re:.*self_attn.*"]}, "no config group has it among its targets"),
+        ({"format": "int-quantized"}, "format = 'int-quantized', chord serves 'pack-quantized'"),
+        ({"top.format": "float-quantized"}, "format = 'float-quantized'"),
+        ({"top.quant_method": "awq"}, "quant_method = 'awq', chord serves 'compressed-tensors'"),
+        ({"top.ignore": ["re:.*mlp.experts.*"]}, "ignore names it"),
+    ],
+)
+def test_schemes_that_are_not_served_are_named(change, message, weights, tmp_path):
+    folder = write(tmp_path, per_expert(weights), {"quantization_config": changed(change)})
+    with pytest.raises(ValueError, match=message):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+def test_a_group_that_names_the_experts_goes_first(weights, tmp_path):
+    scheme = changed({"weights.group_size": 128})
+    scheme["config_groups"]["group_1"] = {**SCHEME["config_groups"]["group_0"], "targets": ["re:.*mlp.experts.*"]}
+    folder = write(tmp_path, per_expert(weights), {"quantization_config": scheme})
+    chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+GATE = f"{PREFIX}.0.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t | {f"{GATE}_zero_point": torch.zeros(1)}, "weight_zero_point: zero points are not served"),
+        (lambda t: t | {f"{GATE}_g_idx": torch.zeros(1)}, "weight_g_idx: act order are not|weight_g_idx: act order"),
+        (lambda t: t | {f"{PREFIX}.0.gate_proj.input_scale": torch.ones(1)}, "input_scale: quantised inputs"),
+        (lambda t: t | {f"{GATE}_scale": t[f"{GATE}_scale"].half()}, r"expected bfloat16 scales \(BF16\), got F16"),
+        (
+            lambda t: t | {f"{GATE}_scale": t[f"{GATE}_scale"][:, ::4].contiguous()},
+            "32 codes of a row, got groups of 128",
+        ),
+        (
+            lambda t: t | {f"{GATE}_packed": t[f"{GATE}_packed"].to(torch.int64)},
+            r"expected int32 codes \(I32\), got I64",
+        ),
+        (lambda t: t | {f"{GATE}_shape": torch.tensor([1, 2])}, r"weight_shape: expected \[128, 128\].*got \[1, 2\]"),
+        (
+            lambda t: {k: v for k, v in t.items() if k != f"{GATE}_scale"},
+            "expected a tensor .*weight_scale, found none",
+        ),
+        (lambda t: {k: v for k, v in t.items() if ".2." not in k}, "expected experts 0 to 5, got 5"),
+        (lambda t: {k.replace("gate_proj", "fc1"): v for k, v in t.items()}, "expected projections gate_proj/up_proj"),
+        (lambda t: {"nothing": torch.zeros(1)}, "w2_weight_packed or .*w2_weight, found neither"),
+    ],
+)
+def test_tensors_that_are_not_served_are_named(change, message, weights, tmp_path):
+    folder = write(tmp_path, change(per_expert(weights)))
+    with pytest.raises(ValueError, match=message):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+def test_what_cannot_be_loaded_says_why(weights, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="expected a safetensors file, or a folder that holds some"):
+        chord.W4A16Experts.from_safetensors(tmp_path, PREFIX, device="cpu")
+    folder = write(tmp_path, per_expert(weights, unpacked=True))
+    load = chord.W4A16Experts.from_safetensors
+    with pytest.raises(ValueError, match=r"local_experts: expected ids of 0 to 5, got range\(4, 8\)"):
+        load(folder, PREFIX, device="cpu", local_experts=range(4, 8))
+    with pytest.raises(ValueError, match="tp_size: gate_proj of expert 0 has 128 entries, which 3 GPUs cannot share"):
+        load(folder, PREFIX, device="cpu", tp_size=3)
+    with pytest.raises(ValueError, match="n: expected a positive multiple of 64, got 32"):
+        load(folder, PREFIX, device="cpu", tp_size=8)
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'chord-registry\[safetensors\]'"):
+        load(folder, PREFIX, device="cpu")
+
+
+def test_codes_outside_four_bits_are_refused(weights, tmp_path):
+    tensors = per_expert(weights, unpacked=True)
+    tensors[GATE][3, 3] = 16
+    with pytest.raises(ValueError, match="codes: expected 0 to 15"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")

@@ -1,0 +1,42 @@
+"""The parts of the W4A16 tuner that need no GPU: sizes, routes from times, and the table that they are written into."""
+
+import pytest
+import tomlkit
+
+from chord import _paths
+from chord.build import tables
+from chord.tune import w4a16
+from chord.tune.table import Box, replace_routes
+
+
+def test_tokens_give_the_wanted_rows_an_expert():
+    for rows in w4a16.EXPERT_ROWS:
+        for experts in (48, 384):
+            assert w4a16.tokens_for(rows, experts) * w4a16.TOP_K == rows * experts
+    assert w4a16.tokens_for(1, 4) == 1
+
+
+def test_routes_follow_the_mean_over_shapes_and_cover_every_count():
+    times = {
+        4: {"short": [10.0, 20.0], "tall": [15.0, 30.0]},
+        16: {"short": [20.0, 40.0], "tall": [20.0, 40.0]},
+        64: {"short": [80.0, 10.0], "tall": [40.0, 11.0], "elsewhere": [1.0]},
+    }
+    routes = w4a16.intervals(times, 0.02)
+    assert [route.arm for route in routes] == ["short", "tall"]
+    assert (routes[0].first, routes[-1].last) == (0, 1 << 30)
+    assert routes[0].last + 1 == routes[1].first
+    with pytest.raises(ValueError, match="expected, at the largest count"):
+        w4a16.intervals({4: {}}, 0.02)
+
+
+def test_the_table_takes_them_and_keeps_the_rest(tmp_path):
+    source = _paths.registry_dir() / "moe_w4a16.toml"
+    routes = w4a16.intervals({8: {"mma_r32": [1.0]}, 64: {"wgmma_r64": [1.0]}}, 0.02)
+    text = replace_routes(source.read_text(), "sm_90a", [Box({}, {}, routes)], "a note")
+    table = tmp_path / "moe_w4a16.toml"
+    table.write_text(text)
+    tables.load(table)
+    rows = {tuple(row["archs"]): row["table"] for row in tomlkit.parse(text).unwrap()["routes"]}
+    assert rows["sm_90a",] == [[0, 22, "mma_r32"], [23, 1 << 30, "wgmma_r64"]]
+    assert "sm_100a" in str(rows)
