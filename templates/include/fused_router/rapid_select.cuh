@@ -1,0 +1,325 @@
+// Top-k selection of one row by 8 warps for least latency: a short chain of few, parallel steps, in little code.
+//
+// Warp w below E/128 (a selector) holds the experts [128 w, 128 w + 128), 4 in a row a lane: one load of 16 bytes.
+//
+// 1. bound   A bound = the largest key of a warp's 32 experts at one place of the 4. All bounds to shared memory; barrier.
+// 2. pick    A limit a little below the mean of the bounds is guessed; experts that reach it become candidates (896 experts
+//            of random rows: mean 24) in arbitrary order; barrier. The guess is good if there are K to 32 of them (97 % of
+//            random rows). Otherwise the warps bisect a limit between two bounds, and where ties leave none, one warp
+//            selects the K winners exactly and they are the candidates.
+// 3. compare Each warp ranks 4 candidates against all: a ballot of those before it, one of those with lower ids; barrier.
+// 4. settle  Every warp then knows from one ballot who wins and in which place.
+//
+// Keys are integers that order as the rank values do, so ties and NaN need no care before the lower id decides.
+#pragma once
+#include "common/types.cuh"
+#include "fused_router/score.cuh"
+#include "ptx/math.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/sync.cuh"
+
+namespace fused_router {
+
+// A warp's barriers: of the selectors, and of all 8 warps of the row.
+struct RowBarriers {
+    u32 selectors;
+    u32 row;
+};
+
+// One place of 32: a candidate as a lane sees it after settle().
+struct Settled {
+    bool wins;
+    u32 slot;  // among the winners, in ascending order of id
+    u32 id;
+    u32 term;  // weight term, as bits
+};
+
+// Who rehearses: nobody, the rows' own warps, or further warps, one a step.
+enum class Rehearsal { kNone, kOwn, kFurther };
+
+template <i32 E_, i32 K_, typename Logit_>
+struct RapidSelect {
+    static constexpr i32 E = E_;
+    static constexpr i32 K = K_;
+    using Logit = Logit_;
+    using Raw = typename RawLogits4<Logit>::type;
+    static constexpr i32 WARPS = 8;
+    static constexpr i32 SELECTORS = E / 128;
+    static constexpr i32 BOUNDS = 4 * SELECTORS;
+    static constexpr u32 ROW_THREADS = WARPS * kWarp;
+    static constexpr u32 CANDIDATES = 32;
+    static constexpr i32 TARGETS = CANDIDATES / WARPS;  // candidates that a warp ranks
+    static_assert(E % 128 == 0 && SELECTORS < WARPS && BOUNDS >= K && BOUNDS <= 32 && K <= 16, "experts must fit the warps");
+
+    // Shared memory of one row, by 32-bit address.
+    struct Scratch {
+        static constexpr u32 kBounds = 0;                          // 32 keys
+        static constexpr u32 kList = kBounds + 32 * 4;             // candidates: key, id, weight term, unused
+        static constexpr u32 kMarks = kList + CANDIDATES * 16;     // of each: mask of candidates with lower ids, whether it wins
+        static constexpr u32 kTerms = kMarks + CANDIDATES * 8;     // K weight terms, ascending id
+        static constexpr u32 kTotal = kTerms + K * 4;              // number of candidates; may exceed the places
+        static constexpr u32 kCounts = kTotal + 4;                 // 3 counters of the bisection
+        static constexpr u32 kKeys = kCounts + 12;                 // E keys, of select_exact only
+        static constexpr u32 kBytes = kKeys + E * 4;
+        uint4 memory[kBytes / 16];
+        static_assert(kKeys % 16 == 0 && kBytes % 16 == 0, "scratch is laid out in 16-byte units");
+
+        __device__ __forceinline__ u32 address() const {
+            return ptx::shared_address(memory);
+        }
+    };
+
+    // The same for one warp's rehearsal, which never selects exactly.
+    struct Mock {
+        uint4 memory[Scratch::kKeys / 16];
+    };
+
+    struct Row {
+        Raw logits;
+        uint4 bias;
+    };
+
+    // What a warp carries from one step to the next.
+    struct State {
+        u32 key[4];
+        f32 score[4];
+        Settled mine;
+    };
+
+    // `thread`: of the row's threads.
+    static __device__ __forceinline__ Row load(const Logit* row, const f32* bias, u32 thread) {
+        const u32 at = thread * 4;
+        return {load_raw4(row + at), ptx::load_readonly_v4(bias + at)};
+    }
+
+    // By one selector, before its bound().
+    static __device__ __forceinline__ void prepare(u32 s, u32 lane) {
+        ptx::store_shared_if(lane < 4, s + Scratch::kTotal + lane % 4 * 4, 0u);
+    }
+
+    // Step 1, by the selectors; their barrier follows.
+    static __device__ __forceinline__ void bound(u32 s, const Row& row, u32 warp, u32 lane, State& state) {
+        const Logits4 x = as_logits(row.logits);
+        const Logits4 b = as_logits(row.bias);
+        u32 top[4];
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+            state.score[c] = score_of(x.x[c]);
+            state.key[c] = key_of(rank_of(state.score[c], b.x[c]));
+        }
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) top[c] = ptx::warp_max(state.key[c]);
+        ptx::store_shared_if(lane == 0, s + Scratch::kBounds + warp * 16, make_uint4(top[0], top[1], top[2], top[3]));
+    }
+
+    // Step 2, by the selectors; the row's barrier follows, and then recover().
+    static __device__ __forceinline__ void pick(u32 s, u32 warp, u32 lane, const State& state) {
+        list(s, guess(s, lane), warp, lane, state);
+    }
+
+    // Whether this many candidates can be ranked as they are.
+    static __device__ __forceinline__ bool is_right(u32 total) {
+        return total - K <= CANDIDATES - K;
+    }
+
+    // Makes the candidates right; by all 8 warps. Ends with the row's barrier.
+    static __device__ __forceinline__ void recover(u32 s, const Logit* row, const f32* bias, u32 warp, u32 lane, u32 total,
+                                                   const State& state, const RowBarriers& barriers) {
+        const bool selects = warp < SELECTORS;
+        const u32 limit = bisect(s, total, selects ? state.key[0] : 0, selects ? state.key[1] : 0,
+                                 selects ? state.key[2] : 0, selects ? state.key[3] : 0, lane, barriers.row);
+        if (limit != kNanKey) {
+            if (selects) list(s, limit, warp, lane, state);
+        } else if (warp == 0) {
+            select_exact(s, row, bias, lane);
+        }
+        ptx::barrier_sync_aligned(barriers.row, ROW_THREADS);
+    }
+
+    // Step 3, by all 8 warps; the row's barrier follows.
+    static __device__ __forceinline__ void compare(u32 s, u32 warp, u32 lane, State& state) {
+        const u32 total = ptx::load_shared(s + Scratch::kTotal);
+        const uint4 own = ptx::load_shared_v4(s + Scratch::kList + lane * 16);
+        uint2 target[TARGETS];
+#pragma unroll
+        for (i32 t = 0; t < TARGETS; ++t) target[t] = ptx::load_shared_v2(s + Scratch::kList + (warp * TARGETS + t) * 16);
+        const bool here = lane < total;
+        u32 lower[TARGETS];
+        u32 wins[TARGETS];
+#pragma unroll
+        for (i32 t = 0; t < TARGETS; ++t) {
+            const bool lower_id = own.y < target[t].y;
+            const bool before = own.x > target[t].x || (own.x == target[t].x && lower_id);
+            const u32 above = __ballot_sync(kFullWarp, here && before);
+            lower[t] = __ballot_sync(kFullWarp, here && lower_id);
+            wins[t] = __popc(above) < K && warp * TARGETS + t < total;
+        }
+#pragma unroll
+        for (i32 t = 0; t < TARGETS; t += 2)
+            ptx::store_shared_if(lane == 0, s + Scratch::kMarks + (warp * TARGETS + t) * 8,
+                                 make_uint4(lower[t], wins[t], lower[t + 1], wins[t + 1]));
+        state.mine = {false, 0, own.y, own.z};
+    }
+
+    // Step 4, by any warp that took part in step 3.
+    static __device__ __forceinline__ void settle(u32 s, u32 lane, State& state) {
+        const uint2 marks = ptx::load_shared_v2(s + Scratch::kMarks + lane * 8);
+        state.mine.wins = marks.y != 0;
+        state.mine.slot = __popc(__ballot_sync(kFullWarp, state.mine.wins) & marks.x);
+    }
+
+    // The winners' weights, by one warp after settle(); each winning lane gets its own.
+    static __device__ __forceinline__ f32 weight(u32 s, const Settled& mine, i32 renormalize, f32 factor) {
+        ptx::store_shared_if(mine.wins, s + Scratch::kTerms + mine.slot * 4, mine.term);
+        __syncwarp();
+        f32 all[K];
+#pragma unroll
+        for (i32 i = 0; i < K; i += 4) {
+            const uint4 v = ptx::load_shared_v4(s + Scratch::kTerms + i * 4);
+            all[i] = __uint_as_float(v.x);
+            all[i + 1] = __uint_as_float(v.y);
+            all[i + 2] = __uint_as_float(v.z);
+            all[i + 3] = __uint_as_float(v.w);
+        }
+        return weight_of(__uint_as_float(mine.term), sum_terms<K>(all), renormalize, factor);
+    }
+
+    // Made-up data on which every step takes its usual path, for rehearsals.
+    static __device__ __forceinline__ Row make_up(u32 s, u32 lane, State& state) {
+        ptx::store_shared_if(lane < K, s + Scratch::kTerms + lane % K * 4, __float_as_uint(1.0f));
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+            state.key[c] = lane;
+            state.score[c] = 1.0f;
+        }
+        state.mine = {false, 0, lane, __float_as_uint(1.0f)};
+        Row row;
+        row.logits = Raw();
+        row.bias = make_uint4(0, 0, 0, 0);
+        return row;
+    }
+
+private:
+    // How far below the bounds' mean the guess is, in 32nds of the mean's distance to the lowest bound.
+    static constexpr u32 kBelowMean = BOUNDS >= 24 ? 3 : 12;
+
+    static __device__ __forceinline__ u32 guess(u32 s, u32 lane) {
+        const u32 own = ptx::load_shared(s + Scratch::kBounds + lane * 4);
+        const bool bound = lane < BOUNDS;
+        const u32 sum = ptx::warp_sum(bound ? own >> 5 : 0);  // 32 keys >> 5 cannot overflow
+        const u32 low = ptx::warp_min(bound ? own : 0xffffffffu);
+        constexpr u32 kPerBound = static_cast<u32>((1ull << 35) / BOUNDS);
+        const u32 mean = max(__umulhi(sum, kPerBound) << 2, low);
+        return max(mean - (mean - low) / 32 * kBelowMean, 1u);  // never NaN's key
+    }
+
+    static __device__ __forceinline__ void list(u32 s, u32 limit, u32 warp, u32 lane, const State& state) {
+        bool in[4];
+        u32 count = 0;
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+            in[c] = state.key[c] >= limit;
+            count += in[c];
+        }
+        u32 at = CANDIDATES;
+        if (count != 0) at = ptx::shared_fetch_add(s + Scratch::kTotal, count);
+        __syncwarp();
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) {
+            ptx::store_shared_if(in[c] && at < CANDIDATES, s + Scratch::kList + at * 16,
+                                 make_uint4(state.key[c], (warp * kWarp + lane) * 4 + c, __float_as_uint(state.score[c]), 0));
+            at += in[c];
+        }
+    }
+
+    // Keys of the whole row that reach `limit`. `turn` counts the calls from 0.
+    static __device__ __forceinline__ u32 count_reaching(u32 s, const u32 (&key)[4], u32 limit, u32 turn, u32 lane, u32 barrier) {
+        const u32 counter = s + Scratch::kCounts + turn % 3 * 4;
+        u32 own = 0;
+#pragma unroll
+        for (i32 c = 0; c < 4; ++c) own += key[c] >= limit;
+        own = ptx::warp_sum(own);
+        if (lane == 0) ptx::shared_fetch_add(counter, own);
+        __syncwarp();
+        ptx::barrier_sync_aligned(barrier, ROW_THREADS);
+        // The counter of the call before is read by nobody any more, and of use again after the next barrier.
+        ptx::store_shared_if(lane == 0 && turn > 0, s + Scratch::kCounts + (turn + 2) % 3 * 4, 0u);
+        return ptx::load_shared(counter);
+    }
+
+    // A limit that K to 32 keys reach, or kNanKey if there is none; the list is empty again. A limit lies between the lowest
+    // bound, which all bounds reach, and the largest.
+    static __device__ __noinline__ u32 bisect(u32 s, u32 total, u32 key0, u32 key1, u32 key2, u32 key3, u32 lane,
+                                              u32 barrier) {
+        const u32 key[4] = {key0, key1, key2, key3};
+        const u32 own = ptx::load_shared(s + Scratch::kBounds + lane * 4);
+        const u32 guessed = guess(s, lane);
+        u32 least = ptx::warp_min(lane < BOUNDS ? own : 0xffffffffu);    // K or more reach it
+        u32 most = ptx::warp_max(lane < BOUNDS ? own : 0u) + 1;          // fewer than K reach it
+        if (total < K) {
+            most = guessed;
+        } else {
+            least = max(guessed, least);
+        }
+        u32 found = kNanKey;
+        u32 turn = 0;
+#pragma unroll 1
+        while (most > least + 1) {
+            const u32 middle = least + (most - least) / 2;
+            const u32 count = count_reaching(s, key, middle, turn, lane, barrier);
+            ++turn;
+            if (count < K) {
+                most = middle;
+            } else {
+                least = middle;
+                found = count <= CANDIDATES ? middle : kNanKey;
+                if (found != kNanKey) break;
+            }
+        }
+        ptx::barrier_sync_aligned(barrier, ROW_THREADS);
+        prepare(s, lane);
+        ptx::barrier_sync_aligned(barrier, ROW_THREADS);
+        return found;
+    }
+
+    // Any row, by one warp: finds the K-th largest key bit by bit, then takes the lowest ids among its equals. The winners
+    // become the candidates.
+    static __device__ __noinline__ void select_exact(u32 s, const Logit* row, const f32* bias, u32 lane) {
+#pragma unroll 4
+        for (u32 e = lane; e < E; e += kWarp)
+            ptx::store_shared_if(true, s + Scratch::kKeys + e * 4,
+                                 key_of(rank_of(score_of(load_logit(row + e)), __ldg(bias + e))));
+        u32 kth = 0;
+#pragma unroll 1
+        for (u32 bit = 0x80000000u; bit != 0; bit >>= 1) {
+            if (count_stored(s, kth | bit, lane) >= K) kth |= bit;
+        }
+        u32 equals_left = K - (kth == 0xffffffffu ? 0 : count_stored(s, kth + 1, lane));
+        const u32 below = (1u << lane) - 1;
+        u32 slot = 0;
+#pragma unroll 1
+        for (u32 e = lane; e < E; e += kWarp) {
+            const u32 key = ptx::load_shared(s + Scratch::kKeys + e * 4);
+            const u32 equal = __ballot_sync(kFullWarp, key == kth);
+            const bool wins = key > kth || (key == kth && __popc(equal & below) < equals_left);
+            equals_left -= smaller<u32>(equals_left, __popc(equal));
+            const u32 mask = __ballot_sync(kFullWarp, wins);
+            const f32 term = weight_term(score_of(load_logit(row + e)), key);
+            ptx::store_shared_if(wins, s + Scratch::kList + (slot + __popc(mask & below)) * 16,
+                                 make_uint4(key, e, __float_as_uint(term), 0));
+            slot += __popc(mask);
+        }
+        ptx::store_shared_if(lane == 0, s + Scratch::kTotal, static_cast<u32>(K));
+        __syncwarp();
+    }
+
+    static __device__ __forceinline__ u32 count_stored(u32 s, u32 key, u32 lane) {
+        u32 reach = 0;
+#pragma unroll 4
+        for (u32 e = lane; e < E; e += kWarp) reach += ptx::load_shared(s + Scratch::kKeys + e * 4) >= key;
+        return ptx::warp_sum(reach);
+    }
+};
+
+}  // namespace fused_router

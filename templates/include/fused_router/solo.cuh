@@ -1,0 +1,224 @@
+// One row, one CTA of 8 warps: all compare, the selectors write the offsets and counts of the experts they hold, and the
+// last warp, which holds none, writes weights and ids.
+//
+// With one row every winner has exactly one block, so slots are known before the logits arrive: slot j * block_m holds pair
+// j, every other the sentinel K.
+//
+// On a cold chip a short kernel waits for its own instructions more than for anything else, so while the logits are on
+// their way every warp runs through one step on made-up data (pass 0); each step exists once in the code.
+#pragma once
+#include "common/types.cuh"
+#include "fused_router/rapid_select.cuh"
+#include "fused_router/row_words.cuh"
+#include "ptx/math.cuh"
+#include "ptx/sync.cuh"
+
+namespace fused_router {
+
+struct SoloArguments {
+    const void* logits;
+    const f32* bias;
+    f32* weights;
+    i32* ids;
+    PlanOutputs plan;
+    const i32* expert_map;  // null: every expert is local
+    i32 num_local_experts;
+    i32 block_m;
+    i32 renormalize;
+    f32 factor;
+};
+
+template <i32 E, i32 K, typename Logit_, i32 BLOCK_M, Rehearsal REHEARSAL>
+struct Solo {
+    using Logit = Logit_;
+    using Selection = RapidSelect<E, K, Logit>;
+    using State = typename Selection::State;
+    static constexpr u32 WARPS = Selection::WARPS;
+    static constexpr u32 SELECTORS = Selection::SELECTORS;
+    static constexpr u32 STEPS = 5;
+    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : WARPS;
+    static constexpr i32 THREADS = (WARPS + (REHEARSAL == Rehearsal::kFurther ? STEPS : 0)) * kWarp;
+    static constexpr RowBarriers kBarriers = {1, 2};
+
+    struct Shared {
+        typename Selection::Scratch row;
+        typename Selection::Mock rehearsal[REHEARSERS];
+    };
+
+    static __device__ __forceinline__ void run(const SoloArguments& a, Shared& shared) {
+        const auto* logits = static_cast<const Logit*>(a.logits);
+        typename Selection::Row loaded;
+        if (threadIdx.x < SELECTORS * kWarp) loaded = Selection::load(logits, a.bias, threadIdx.x);
+        const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // tells the compiler that all lanes agree
+        const u32 lane = threadIdx.x % kWarp;
+        const bool member = warp < WARPS;
+        const bool selects = warp < SELECTORS;
+        const u32 row = shared.row.address();
+        if (warp == 0) Selection::prepare(row, lane);
+        if (member && a.expert_map == nullptr) write_slots(a, threadIdx.x);
+        const bool rehearses = REHEARSAL == Rehearsal::kOwn || !member;
+        State state;
+        u32 s = ptx::shared_address(shared.rehearsal) + warp % REHEARSERS * sizeof(typename Selection::Mock);
+        typename Selection::Row data = Selection::make_up(s, lane, state);
+        u32 first = rehearses ? warp % STEPS : selects ? 0 : 2;
+        bool live = !rehearses;
+        if (live) {
+            data = loaded;
+            s = row;
+        }
+#pragma unroll 1
+        for (;;) {
+            step(a, s, logits, data, warp, lane, first, live, state);
+            if (live || !member) break;
+            live = true;
+            s = row;
+            first = selects ? 0 : 2;
+            data = loaded;
+        }
+    }
+
+private:
+    // All steps from `first` on, or, in a rehearsal, that step.
+    static __device__ __forceinline__ void step(const SoloArguments& a, u32 s, const Logit* logits,
+                                                const typename Selection::Row& data, u32 warp, u32 lane, u32 first, bool live,
+                                                State& state) {
+        switch (first) {
+            case 0:
+                Selection::bound(s, data, warp, lane, state);
+                if (!live) break;
+                ptx::barrier_sync_aligned(kBarriers.selectors, SELECTORS * kWarp);
+                [[fallthrough]];
+            case 1:
+                Selection::pick(s, warp, lane, state);
+                if (!live) break;
+                [[fallthrough]];
+            case 2:
+                if (live) {
+                    ptx::barrier_sync_aligned(kBarriers.row, Selection::ROW_THREADS);
+                    const u32 total = ptx::load_shared(s + Selection::Scratch::kTotal);
+                    if (!Selection::is_right(total)) Selection::recover(s, logits, a.bias, warp, lane, total, state, kBarriers);
+                }
+                Selection::compare(s, warp, lane, state);
+                if (!live) break;
+                ptx::barrier_sync_aligned(kBarriers.row, Selection::ROW_THREADS);
+                [[fallthrough]];
+            case 3:
+                Selection::settle(s, lane, state);
+                state.mine.wins = state.mine.wins && live;
+                if (a.expert_map != nullptr && live) {
+                    write_mapped(a, state.mine, warp, lane);
+                } else if (!live || warp < SELECTORS) {
+                    write_experts(a, state.mine, warp, lane, live);
+                }
+                if (warp != WARPS - 1) break;
+                [[fallthrough]];
+            default: {
+                const f32 weight = Selection::weight(s, state.mine, a.renormalize, a.factor);
+                if (state.mine.wins) {
+                    a.ids[state.mine.slot] = static_cast<i32>(state.mine.id);
+                    if (a.expert_map == nullptr) a.plan.expert_ids[state.mine.slot] = static_cast<i32>(state.mine.id);
+                    a.weights[state.mine.slot] = weight;
+                }
+            }
+        }
+    }
+
+    static __device__ __forceinline__ i32 block_m(const SoloArguments& a) {
+        return BLOCK_M > 0 ? BLOCK_M : a.block_m;
+    }
+
+    // K blocks, block j holding pair j in its first slot; and the totals.
+    static __device__ __forceinline__ void write_slots(const SoloArguments& a, u32 thread) {
+        const u32 quads = block_m(a) / 4;
+        const u32 from = WARPS * kWarp - 1 - thread;  // the last warp waits longest
+#pragma unroll 1
+        for (u32 i = from; i < K * quads; i += WARPS * kWarp) {
+            const i32 first = i % quads == 0 ? i / quads : K;
+            reinterpret_cast<int4*>(a.plan.sorted_token_ids)[i] = make_int4(first, K, K, K);
+        }
+        if (from == 0) {
+            a.plan.num_tokens_post_padded[0] = K * block_m(a);
+            a.plan.expert_offsets[E] = K * block_m(a);
+        }
+    }
+
+    // Offsets and counts of a selector's 128 experts.
+    static __device__ __forceinline__ void write_experts(const SoloArguments& a, const Settled& mine, u32 warp, u32 lane,
+                                                         bool live) {
+        const u32 thread = warp * kWarp + lane;
+        const i32 bm = block_m(a);
+        const u32 at = (mine.wins ? mine.id : 0xffffu) - warp * 128;  // huge where the expert is below, 128 or more where above
+        const u32 bit = 1u << (at % 32);
+        u32 words[4];
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) words[w] = ptx::warp_or(at / 32 == w ? bit : 0u);
+        i32 before = __popc(__ballot_sync(kFullWarp, static_cast<i32>(at) < 0));
+        u32 word = words[0];
+#pragma unroll
+        for (u32 w = 1; w < 4; ++w) {
+            if (lane / 8 >= w) {
+                before += __popc(words[w - 1]);
+                word = words[w];
+            }
+        }
+        const u32 first = lane % 8 * 4;
+        before += __popc(word & ((1u << first) - 1));
+        const u32 own = word >> first;
+        const int4 counts = make_int4(own & 1, own >> 1 & 1, own >> 2 & 1, own >> 3 & 1);
+        int4 offsets;
+        offsets.x = before * bm;
+        offsets.y = offsets.x + counts.x * bm;
+        offsets.z = offsets.y + counts.y * bm;
+        offsets.w = offsets.z + counts.z * bm;
+        if (live) {
+            reinterpret_cast<int4*>(a.plan.expert_offsets)[thread] = offsets;
+            reinterpret_cast<int4*>(a.plan.expert_counts)[thread] = counts;
+            reinterpret_cast<int4*>(a.plan.expert_scatter_offsets)[thread] = counts;
+        }
+    }
+
+    // With an expert map the plan is over the winners that are local, ordered by their local ids. By all 8 warps.
+    static __device__ __forceinline__ void write_mapped(const SoloArguments& a, Settled mine, u32 warp, u32 lane) {
+        const i32 bm = block_m(a);
+        u32 local = kNotLocal;
+        if (mine.wins) local = static_cast<u32>(__ldg(a.expert_map + mine.id));
+        if (local >= static_cast<u32>(a.num_local_experts)) local = kNotLocal;
+        bool again = false;  // a map that names a local expert twice must not lead to more blocks than there is room for
+#pragma unroll 1
+        for (u32 i = 0; i < kWarp; ++i) again |= __shfl_sync(kFullWarp, local, i) == local && i < lane;
+        if (again) local = kNotLocal;
+        const bool placed = local != kNotLocal;
+        const i32 blocks = __popc(__ballot_sync(kFullWarp, placed));
+        i32 block = 0;  // of this lane's winner
+#pragma unroll 1
+        for (i32 i = 0; i < kWarp; ++i) block += __shfl_sync(kFullWarp, local, i) < local;
+#pragma unroll 1
+        for (i32 start = warp * kWarp; start <= a.num_local_experts; start += WARPS * kWarp) {
+            const u32 e = start + lane;
+            i32 before = 0;
+            i32 here = 0;
+#pragma unroll 1
+            for (i32 i = 0; i < kWarp; ++i) {
+                const u32 other = __shfl_sync(kFullWarp, local, i);
+                before += other < e && other != kNotLocal;
+                here |= other == e;
+            }
+            if (e <= static_cast<u32>(a.num_local_experts)) a.plan.expert_offsets[e] = before * bm;
+            if (e < static_cast<u32>(a.num_local_experts)) {
+                a.plan.expert_counts[e] = here;
+                a.plan.expert_scatter_offsets[e] = here;
+            }
+        }
+        if (warp != 0) return;
+        if (lane == 0) a.plan.num_tokens_post_padded[0] = blocks * bm;
+        if (placed) {
+            a.plan.expert_ids[block] = static_cast<i32>(local);
+            i32* slots = a.plan.sorted_token_ids + block * bm;
+            slots[0] = static_cast<i32>(mine.slot);
+#pragma unroll 1
+            for (i32 i = 1; i < bm; ++i) slots[i] = K;
+        }
+    }
+};
+
+}  // namespace fused_router
