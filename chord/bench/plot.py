@@ -9,8 +9,8 @@ from html import escape
 from chord.bench.report import compare
 from chord.bench.results import Results
 
-WIDTH, HEIGHT = 760, 460
-LEFT, RIGHT, TOP, BOTTOM = 64, 150, 40, 52
+WIDTH, HEIGHT = 850, 460
+LEFT, RIGHT, TOP, BOTTOM = 64, 240, 40, 52
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182", "#8d6a9f", "#e0a030")
 FONT = 'font-family="sans-serif" font-size="12"'
 TICKS_US = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 1000, 2000, 5000)
