@@ -41,7 +41,7 @@ def fused_router(
     bias: [E] float32, added to the scores for the selection only.
     top_k: 16 for 896 experts, 8 for 384. block_m: a multiple of 8 up to 256.
     renormalize: divide the selected scores by their sum (by 1 where that is not positive).
-    routed_scaling_factor: multiplies the weights, once, in either case.
+    routed_scaling_factor: multiplies the weights, once, in either case; a finite float32.
     local_experts: the experts of this rank: a range of global ids, or an int32 map [E] from global to local id with -1
         for experts that live elsewhere. The plan then covers local experts alone, under local ids; topk_ids and
         topk_weights stay global and complete. A map must give each local id to one expert at most: this is not
@@ -49,8 +49,9 @@ def fused_router(
     num_local_experts: with a map, how many local ids there are. If not given it is the plan's, else read from the map.
     plan: buffers to write instead of new ones, from `chord.allocate_route_plan`.
 
-    CPU tensors run the plain reference. Raises TypeError or ValueError before any launch for arguments outside this
-    description, and chord errors when no verified kernel can run on the tensors' GPU.
+    CPU tensors run the plain reference. Not differentiable: results have no grad_fn, even if logits or bias require
+    grad. Raises TypeError or ValueError before any launch for arguments outside this description, and chord errors
+    when no verified kernel can run on the tensors' GPU.
     """
     check_settings(top_k, block_m, renormalize, routed_scaling_factor)
     expert_map, num_local = _local(local_experts, num_local_experts, logits, plan)

@@ -1,7 +1,8 @@
 """The torch custom ops chord::fused_router and chord::route_plan, and their variants that write a caller's buffers.
 
 All are registered for CUDA (the kernels), CPU (the plain reference) and fake tensors (torch.compile, export). None is
-differentiable. Integer experts maps are passed as tensors: api.py turns ranges into maps before it calls an op.
+differentiable: results have no grad_fn, whatever the inputs require and wherever they are. Expert maps are passed as
+tensors: api.py turns ranges into maps before it calls an op.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from chord.router.plan import RoutePlan, empty_route_plan
 from chord.router.validate import (
     check_devices,
     check_experts,
+    check_factor,
     check_memory,
     check_plan,
     check_plan_inputs,
@@ -89,6 +91,7 @@ def _router_new(
     num_local_experts: int,
 ) -> RouterTensors:
     """CPU and CUDA: fresh outputs cannot overlap anything, so only the inputs are checked."""
+    check_factor(routed_scaling_factor)
     _check_router(logits, bias, top_k, block_m, expert_map, num_local_experts)
     check_memory({"logits": logits, "bias": bias, **_optional("local_experts", expert_map)}, {})
     topk_weights, topk_ids = _empty_results(logits, top_k)
@@ -110,6 +113,7 @@ def _router_out(
     topk_ids: torch.Tensor,
     *plan_buffers: torch.Tensor,
 ) -> None:
+    check_factor(routed_scaling_factor)
     plan = RoutePlan(*plan_buffers)
     check_router_buffers(logits, bias, top_k, block_m, expert_map, num_local_experts, topk_weights, topk_ids, plan)
     run_router(logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan)
@@ -155,9 +159,10 @@ def run_router(
             logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan
         )
         return
-    top_weights, top_ids = reference.route(logits, bias, topk_ids.shape[1], renormalize, routed_scaling_factor)
-    topk_weights.copy_(top_weights)
-    topk_ids.copy_(top_ids)
+    with torch.no_grad():  # a kernel records nothing either
+        top_weights, top_ids = reference.route(logits, bias, topk_ids.shape[1], renormalize, routed_scaling_factor)
+        topk_weights.copy_(top_weights)
+        topk_ids.copy_(top_ids)
     reference.fill_route_plan(plan, topk_ids, logits.shape[1], block_m, expert_map)
 
 
@@ -259,4 +264,6 @@ for _name, _real, _fake in (
 ):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _real, _key)  # type: ignore[no-untyped-call]
+    # Without this torch gives results a grad_fn that warns, when an input requires grad.
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"chord::{_name}", _fake, lib=_LIBRARY)

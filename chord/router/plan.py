@@ -38,7 +38,14 @@ def max_route_blocks(num_tokens: int, top_k: int, num_experts: int, block_m: int
 
     The worst case spreads pairs over as many experts as possible, one block each; further pairs then fill whole blocks.
     With local experts, `num_experts` is their number. Accepts symbolic token counts (torch.compile).
+    Raises ValueError for a negative token count, top_k or num_experts below 1, or a block_m outside 8, 16, ..., 256.
     """
+    _check_sizes(num_tokens, top_k, num_experts, block_m)
+    return most_blocks(num_tokens, top_k, num_experts, block_m)
+
+
+def most_blocks(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> int:
+    """`max_route_blocks` of arguments that are taken as valid."""
     pairs = num_tokens * top_k
     spread = torch.sym_min(pairs, num_experts) if isinstance(pairs, torch.SymInt) else min(pairs, num_experts)
     blocks: int = spread + (pairs - spread) // block_m
@@ -47,7 +54,7 @@ def max_route_blocks(num_tokens: int, top_k: int, num_experts: int, block_m: int
 
 def empty_route_plan(num_tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device) -> RoutePlan:
     """An uninitialised plan of exactly the worst-case capacity. Arguments are taken as valid."""
-    blocks = max_route_blocks(num_tokens, top_k, num_experts, block_m)
+    blocks = most_blocks(num_tokens, top_k, num_experts, block_m)
     empty = torch.empty
     int32 = torch.int32
     return RoutePlan(
@@ -73,10 +80,14 @@ def allocate_route_plan(
     num_experts: experts that the plan ranges over; with `local_experts`, the number of local ones.
     Raises ValueError for a negative token count, top_k or num_experts below 1, or a block_m outside 8, 16, ..., 256.
     """
+    _check_sizes(num_tokens, top_k, num_experts, block_m)
+    return empty_route_plan(num_tokens, top_k, num_experts, block_m, torch.device(device))
+
+
+def _check_sizes(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> None:
     from chord.router.validate import check_block_m, check_int
 
     check_int("num_tokens", num_tokens, 0)
     check_int("top_k", top_k, 1)
     check_int("num_experts", num_experts, 1)
     check_block_m(block_m)
-    return empty_route_plan(num_tokens, top_k, num_experts, block_m, torch.device(device))

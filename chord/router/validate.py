@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from chord.router.plan import RoutePlan, max_route_blocks
+from chord.router.plan import RoutePlan, most_blocks
 
 SELECTIONS = ((896, 16), (384, 8))
 """(num_experts, top_k) that fused_router serves."""
@@ -22,6 +22,7 @@ MAX_PAIRS = 1 << 24
 MAX_EXPERTS = 1024
 MAX_BLOCK_M = 256
 BLOCK_M_STEP = 8
+MAX_FLOAT32 = 3.4028234663852886e38
 ALIGNMENT_BYTES = 16
 
 
@@ -54,6 +55,15 @@ def check_settings(top_k: object, block_m: object, renormalize: object, routed_s
     factor = routed_scaling_factor
     if isinstance(factor, bool) or not isinstance(factor, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"routed_scaling_factor: expected a number, got {factor!r} ({type(factor).__name__})")
+    check_factor(factor)
+
+
+def check_factor(factor: float | torch.SymFloat | torch.SymInt) -> None:
+    """routed_scaling_factor reaches the kernels as a float32. A symbolic number passes untested."""
+    if isinstance(factor, (torch.SymFloat, torch.SymInt)):
+        return
+    if not -MAX_FLOAT32 <= factor <= MAX_FLOAT32:
+        raise ValueError(f"routed_scaling_factor: expected a finite float32, got {factor!r}")
 
 
 def check_tensor(name: str, value: object, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...]) -> None:
@@ -126,7 +136,7 @@ def check_experts(expert_map: torch.Tensor | None, num_experts: int, num_local_e
 
 def check_plan(plan: RoutePlan, num_tokens: int, top_k: int, num_local_experts: int, block_m: int) -> None:
     """Dtypes, exact per-expert shapes and worst-case capacity of a caller's plan."""
-    blocks = max_route_blocks(num_tokens, top_k, num_local_experts, block_m)
+    blocks = most_blocks(num_tokens, top_k, num_local_experts, block_m)
     for name, value, shape in (
         ("sorted_token_ids", plan.sorted_token_ids, None),
         ("expert_ids", plan.expert_ids, None),

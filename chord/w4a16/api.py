@@ -59,8 +59,9 @@ def moe_w4a16(
     validate: check the plan's values, which reads them back, and raise ValueError. Without it nothing is read back,
         and a wrong plan gives wrong results but no access outside the buffers.
 
-    Works in CUDA graphs and torch.compile (without validate). CPU tensors run the plain reference. Raises TypeError or
-    ValueError before any launch for arguments outside this description.
+    Works in CUDA graphs and torch.compile (without validate). CPU tensors run the plain reference. Not differentiable:
+    the result has no grad_fn, even if x or row_weight require grad. Raises TypeError or ValueError before any launch
+    for arguments outside this description.
     """
     expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
     blocks = BlockPlan(*plan[:3])
@@ -152,8 +153,10 @@ def prepare_moe_w4a16(
 
 
 def _cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable[[], None]:
+    rows = out.detach()
+
     def call() -> None:
-        out.zero_()
+        rows.zero_()
         launched()
 
     return call

@@ -1,4 +1,7 @@
-"""The torch custom ops chord::moe_w4a16 and chord::moe_w4a16_out: kernels on CUDA, the reference on a CPU, fakes."""
+"""The torch custom ops chord::moe_w4a16 and chord::moe_w4a16_out: kernels on CUDA, the reference on a CPU, fakes.
+
+None is differentiable: results have no grad_fn, whatever the inputs require and wherever they are.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +82,14 @@ def run(
 ) -> None:
     """Writes `out` from checked arguments: a kernel for CUDA tensors, the reference for CPU tensors."""
     if zero_missing:
-        out.zero_()
+        out.detach().zero_()
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     if not x.is_cuda:
         pairs = x.shape[0] * top_k
         rows = reference.block_rows(*plan, block_m=block_m, num_experts=shape.experts, num_pairs=pairs)
         words, scales = layout.unpack(packed, shape)
-        reference.moe_w4a16(x, words, scales, rows, top_k=top_k, row_weight=row_weight, out=out)
+        with torch.no_grad():  # a kernel records nothing either
+            reference.moe_w4a16(x, words, scales, rows, top_k=top_k, row_weight=row_weight, out=out)
     elif expert_ids.numel() and x.shape[0]:
         launch.gemm(
             x, packed, plan, row_weight, out, shape,
@@ -134,4 +138,6 @@ def _out_fake(
 for _name, _real, _fake in (("moe_w4a16", _new, _new_fake), ("moe_w4a16_out", _out, _out_fake)):
     for _key in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _real, _key)  # type: ignore[no-untyped-call]
+    # Without this torch gives results a grad_fn that warns, when an input requires grad.
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"chord::{_name}", _fake, lib=_LIBRARY)

@@ -119,6 +119,41 @@ def test_r22_aot_compiled_equals_eager(tokens):
     assert torch.equal(want.plan.expert_offsets, got.plan.expert_offsets)
 
 
+def test_nothing_is_differentiable(filled_memory):
+    case, scalars = routed(4)
+    logits, bias = (tensor.clone().requires_grad_() for tensor in (case.logits, case.bias))
+    eager = router.fused_router(logits, bias, top_k=16, block_m=8)
+    own_plan = router.fused_router(logits, bias, top_k=16, block_m=8, plan=eager.plan)
+    prepared = router.prepare_fused_router(logits, bias, top_k=16, block_m=8)
+    prepared()
+    layer = torch.compile(
+        lambda a, b: router.fused_router(a * 2, b, top_k=16, block_m=8), fullgraph=True, backend="aot_eager"
+    )
+    results = [eager.topk_weights, own_plan.topk_weights, prepared.topk_weights, layer(logits, bias).topk_weights]
+    assert [(result.requires_grad, result.grad_fn) for result in results] == [(False, None)] * 4
+    assert torch.equal(eager.topk_weights, router.fused_router(*scalars[:2], top_k=16, block_m=8).topk_weights)
+    torch.library.opcheck(OPS.fused_router.default, (logits, bias, *scalars[2:], None, 896))
+    out = torch.empty(4, 16, requires_grad=True)  # a leaf, which autograd would not let an operation write
+    arguments = (logits, bias, *scalars[2:], None, 896, out, eager.topk_ids, *eager.plan)
+    OPS.fused_router_out(*arguments)
+    assert out.is_leaf
+    assert torch.equal(out, eager.topk_weights)
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("-inf"), float("nan"), 3.5e38, -1e300, 10**400])
+def test_a_factor_that_is_no_float32_is_refused(factor):
+    _, scalars = routed(2)
+    calls = [
+        lambda: router.fused_router(*scalars[:2], top_k=16, block_m=8, routed_scaling_factor=factor),
+        lambda: router.prepare_fused_router(*scalars[:2], top_k=16, block_m=8, routed_scaling_factor=factor),
+    ]
+    if isinstance(factor, float):  # others do not reach an op
+        calls.append(lambda: OPS.fused_router(*scalars[:5], factor, None, 896))
+    for call in calls:
+        with pytest.raises(ValueError, match="routed_scaling_factor: expected a finite float32, got"):
+            call()
+
+
 def test_tracing_reports_the_same_errors():
     case, _ = routed(4)
     with pytest.raises(ValueError, match="block_m: expected a multiple of 8"):

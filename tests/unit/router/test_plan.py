@@ -109,6 +109,21 @@ def test_r16_capacity_of_384_experts(tokens, block_m, blocks):
     assert plan.expert_ids.shape == (blocks,)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((1, 8, 384, 0), "block_m: expected 8 to 256, got 0"),
+        ((1, 8, 384, 12), "block_m: expected a multiple of 8"),
+        ((-1, 8, 384, 8), "num_tokens: expected at least 0, got -1"),
+        ((1, 0, 384, 8), "top_k: expected at least 1, got 0"),
+        ((1, 8, 0, 8), "num_experts: expected at least 1, got 0"),
+    ],
+)
+def test_capacity_of_sizes_that_are_none(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        router.max_route_blocks(*arguments)
+
+
 @pytest.mark.parametrize("block_m", [8, 16, 64])
 def test_r16_every_pair_on_another_expert_fills_the_plan(block_m):
     ids = torch.randperm(384)[: 17 * 8].reshape(17, 8).to(torch.int32)

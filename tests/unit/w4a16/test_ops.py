@@ -181,3 +181,25 @@ def test_compiles_to_one_graph_with_symbolic_tokens(problem):
         ids = torch.randint(0, EXPERTS, (tokens, TOP_K), generator=generator, dtype=torch.int32)
         assert torch.equal(compiled(x, ids), layer(x, ids))
     assert len(graphs) == 1, "one graph serves every token count"
+
+
+def test_nothing_is_differentiable(filled_memory, problem):
+    x, codes, scale, _, plan = problem
+    packed = chord.pack_w4a16(words_from_codes(codes), scale)
+    rows, weight = x.clone().requires_grad_(), torch.ones(TOKENS * TOP_K, requires_grad=True)
+    settings = {"top_k": TOP_K, "block_m": 8, "row_weight": weight, "zero_missing": True}
+    out = torch.empty(TOKENS * TOP_K, N, dtype=torch.bfloat16, requires_grad=True)
+    eager = chord.moe_w4a16(rows, packed, plan, **settings)
+    prepared = chord.prepare_moe_w4a16(rows, packed, plan, **settings)
+    prepared()
+    layer = torch.compile(
+        lambda a: chord.moe_w4a16(a * 1, packed, plan, **settings), fullgraph=True, backend="aot_eager"
+    )
+    for result in (eager, prepared.out, layer(rows)):
+        assert (result.requires_grad, result.grad_fn) == (False, None)
+        assert torch.equal(result, eager)
+    chord.moe_w4a16(rows, packed, plan, out=out, **settings)  # a leaf, which autograd would not let be written
+    assert out.is_leaf
+    assert torch.equal(out, eager)
+    arguments = (rows, packed.data, *plan[:3], weight, False, TOP_K, 8, 3, False, True)
+    torch.library.opcheck(OPS.moe_w4a16.default, arguments)
