@@ -37,6 +37,7 @@ class Renderer:
     """Renders the templates of one folder."""
 
     def __init__(self, templates: Path) -> None:
+        self._folder = templates
         self._environment = ImmutableSandboxedEnvironment(
             loader=_Loader(templates, encoding="utf-8"),
             undefined=jinja2.StrictUndefined,
@@ -54,12 +55,13 @@ class Renderer:
         try:
             return self._environment.get_template(template).render(**constants, symbol=symbol)
         except jinja2.TemplateNotFound as error:
-            raise RenderError(f"templates/{error.name}: no such template") from error
+            user = self._place(error)
+            raise RenderError(f"{user}{': ' if user else ''}templates/{error.name}: no such template") from error
         except jinja2.TemplateSyntaxError as error:
             raise RenderError(f"templates/{error.name or template}:{error.lineno}: {error.message}") from error
         except (jinja2.TemplateError, ArithmeticError, TypeError, ValueError, UnicodeDecodeError) as error:
-            line = _line_in(error, template)
-            raise RenderError(f"templates/{template}:{line}: {error}; given are {_given(constants)}") from error
+            place = self._place(error) or f"templates/{template}:?"
+            raise RenderError(f"{place}: {error}; given are {_given(constants)}") from error
 
     def evaluate(self, expression: Constant, constants: Mapping[str, Constant]) -> Constant:
         """The value of a table's expression: numbers are themselves. Raises ValueError that says what went wrong."""
@@ -76,16 +78,19 @@ class Renderer:
             raise ValueError(f"expression {expression!r}: expected a whole number, got {value!r}")
         return value
 
+    def _place(self, error: BaseException) -> str:
+        """`templates/file:line` of the innermost template in which `error` was raised; empty when it was in none.
 
-def _line_in(error: BaseException, template: str) -> int | str:
-    """The template's line on which `error` was raised: Jinja rewrites its frames to the template's lines."""
-    line: int | str = "?"
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.endswith(template):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
+        Jinja rewrites its frames to the templates' files and lines.
+        """
+        place = ""
+        trace = error.__traceback__
+        while trace is not None:
+            file = Path(trace.tb_frame.f_code.co_filename)
+            if file.is_relative_to(self._folder):
+                place = f"templates/{file.relative_to(self._folder).as_posix()}:{trace.tb_lineno}"
+            trace = trace.tb_next
+        return place
 
 
 def _given(constants: Mapping[str, Constant]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from chord.errors import TableError
-from chord.registry.schema import Axis, Constant
+from chord.registry.schema import Axis, Constant, Positive
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -117,7 +117,7 @@ class RegistryRow(_Row, frozen=True, kw_only=True):
     """registry.toml: what the registry as a whole is called."""
 
     version: str
-    serial: int
+    serial: Positive
 
 
 class Cells:
@@ -139,7 +139,7 @@ class Cells:
         if outer is None:
             return None
         key = re.escape(outer[1])
-        patterns = (rf"^[ \t]*\[\[{key}\]\]", rf"^[ \t]*(?:\[{key}\]|{key}[ \t]*=)")
+        patterns = (rf"^[ \t]*\[\[{key}\]\]", rf"^[ \t]*(?:\[+{key}[\].]|[\"']?{key}[\"']?[ \t]*[.=])")
         for pattern, index in zip(patterns, (int(outer[2] or 0), 0), strict=True):
             found = [match.start() for match in re.finditer(pattern, self._text, re.MULTILINE)]
             if index < len(found):
@@ -196,10 +196,17 @@ def _gather(
         row[rest] = own
 
 
+def _keys_of(kind: type) -> str:
+    return ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
+
+
 def _convert(data: object, kind: type[T], cells: Cells, outer: str = "") -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
         cell = (outer + path.rstrip("`")).lstrip(".").replace(".fixed[...]", "").replace(".ranges[...]", "")
+        unknown = re.fullmatch(r"Object contains unknown field `(.*)`", problem)
+        if unknown and not cell:
+            raise cells.error(unknown[1], f"unknown key: expected one of {_keys_of(kind)}") from error
         raise cells.error(cell, problem[:1].lower() + problem[1:]) from error

@@ -42,7 +42,7 @@ def test_optional_constants_can_be_asked_for(tmp_path: Path, renderer: Renderer)
         ("{% if missing > 2 %}{% endif %}", r"op/arm\.cu\.j2:1: 'missing' is undefined"),
         ("one\n{% if %}\n", r"op/arm\.cu\.j2:2: "),
         ("\n\n{{ 1 // 0 }}\n", r"op/arm\.cu\.j2:3: .*zero"),
-        ("{% include 'other.cuh' %}", r"templates/other\.cuh: no such template"),
+        ("one\n{% include 'other.cuh' %}", r"^templates/op/arm\.cu\.j2:2: templates/other\.cuh: no such template"),
         ("{{ [1, 2] | random }}", r"op/arm\.cu\.j2:1: No filter named 'random'"),
         ("{{ lipsum() }}", r"'lipsum' is undefined"),
         ("{{ cycler.__init__.__globals__ }}", r"op/arm\.cu\.j2:1: .*unsafe"),
@@ -52,6 +52,20 @@ def test_optional_constants_can_be_asked_for(tmp_path: Path, renderer: Renderer)
 def test_errors_name_template_and_line(tmp_path: Path, renderer: Renderer, text: str, said: str) -> None:
     with pytest.raises(RenderError, match=said):
         renderer.render(template(tmp_path, text), {"n": 3}, "s")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n{% include 'op/gone.cuh' %}\n", r"^templates/op/part\.cuh:2: templates/op/gone\.cuh: no such template"),
+        ("\n\n{{ missing }}\n", r"^templates/op/part\.cuh:3: 'missing' is undefined"),
+    ],
+)
+def test_errors_name_the_template_that_was_included(tmp_path: Path, renderer: Renderer, text: str, said: str) -> None:
+    name = template(tmp_path, "{% include 'op/part.cuh' %}\n")
+    (tmp_path / "op" / "part.cuh").write_text(text)
+    with pytest.raises(RenderError, match=said):
+        renderer.render(name, {}, "s")
 
 
 def test_a_missing_template(renderer: Renderer) -> None:

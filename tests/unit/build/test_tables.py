@@ -44,8 +44,15 @@ MANY, ROUTES_2 = line_of("[[arms]]", 1), line_of("[[routes]]", 1)
         (
             "abi_version = 1",
             "abi_version = 1\ncolour = 3",
-            r"toy\.toml:4: .*unknown field `colour`|unknown field `colour`",
+            r"toy\.toml:4: colour: unknown key: expected one of schema, operator, abi_version, axes, tags, args, arms",
         ),
+        (
+            "[tags]\n",
+            "[[colours]]\nred = 1\n[tags]\n",
+            rf"toy\.toml:{line_of('[tags]')}: colours: unknown key: expected",
+        ),
+        ("[tags]\n", "[colours.red]\n[tags]\n", rf"toy\.toml:{line_of('[tags]')}: colours: unknown key: expected"),
+        ("schema = 1\n", "colours.red = 1\nschema = 1\n", r"toy\.toml:1: colours: unknown key: expected"),
         (
             'operator = "toy"',
             'operator = "toys"',
@@ -174,7 +181,11 @@ def test_architecture_names_are_strict(tree: Tree, arch: str) -> None:
     [
         ('version = "1"\n', "missing required field `serial`"),
         ("version = 1\nserial = 1\n", r"registry\.toml:1: version: expected `str`, got `int`"),
-        ('version = "1"\nserial = 1\nname = "x"\n', "unknown field `name`"),
+        (
+            'version = "1"\nserial = 1\nname = "x"\n',
+            r"registry\.toml:3: name: unknown key: expected one of version, serial",
+        ),
+        ('version = "1"\nserial = 0\n', r"registry/registry\.toml:2: serial: expected `int` >= 1"),
     ],
 )
 def test_registry_row(tree: Tree, text: str, said: str) -> None:
