@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from chord import _runtime
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
 from chord.checks.inputs import SELECTIONS, normal_case
@@ -65,21 +66,19 @@ class FirstCall(NamedTuple):
     """Whether a compiler library is mapped into the process (torch itself may map one)."""
 
 
-def bare_launch(prepared: AnyPrepared) -> Callable[[], None]:
+def bare_launch(prepared: AnyPrepared) -> Callable[[], object]:
     """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream."""
     launch = prepared.launch
     if not isinstance(launch, PreparedLaunch):
         raise TypeError(f"prepared: expected a launch on a GPU, got {prepared.program}")
-    # What PreparedLaunch made is taken apart here, and only here, so that both launch exactly the same thing.
-    call, parameters = launch._call, launch._params
-    steps = launch._configure(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
-    if len(steps) == 1:
-        config, function = steps[0]
-        return lambda: call(config, function, parameters, 0)
+    call, calls = launch.driver_calls(_runtime.raw_stream(torch.cuda.current_device()))
+    if len(calls) == 1:
+        config, function, parameters, extra = calls[0]
+        return lambda: call(config, function, parameters, extra)
 
     def several() -> None:
-        for config, function in steps:
-            call(config, function, parameters, 0)
+        for config, function, parameters, extra in calls:
+            call(config, function, parameters, extra)
 
     return several
 

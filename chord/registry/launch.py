@@ -19,6 +19,9 @@ from chord.registry.schema import Arm, KernelConfig, Program
 StreamProvider = Callable[[], int]
 """Gives the handle of the stream to launch on, each time it is asked. 0 is the device's default stream."""
 
+DriverCall = Callable[[Handle, Handle, int, int], tuple[int, ...]]
+"""cuLaunchKernelEx of cuda-python: configuration, function, address of the parameters, 0; the result code first."""
+
 _MAX_STREAMS = 256
 """Streams that one prepared launch remembers before it starts again; a process that makes new ones must not grow."""
 
@@ -139,6 +142,15 @@ class PreparedLaunch:
     def grids(self) -> tuple[int, ...]:
         """Blocks of each kernel."""
         return tuple(blocks for _, _, blocks in self._launches)
+
+    def driver_calls(self, stream: int) -> tuple[DriverCall, tuple[tuple[Handle, Handle, int, int], ...]]:
+        """The driver's function, and the arguments of each call of it that a launch on `stream` makes, in order.
+
+        For measurements: calling the function is the launch without anything of ours around it. The arguments are
+        addresses in memory that this object owns.
+        """
+        steps = self._by_stream.get(stream) or self._configure(stream)
+        return self._call, tuple((config, function, self._params, 0) for config, function in steps)
 
     def __call__(self) -> None:
         """Raises DriverError when the driver refuses; what was launched before that stays launched."""

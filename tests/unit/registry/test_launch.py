@@ -375,6 +375,18 @@ def test_a_launch_hashes_opens_and_reads_nothing(pair, api, monkeypatch):
     assert len(api.launches) == 20_002
 
 
+def test_the_driver_calls_of_a_launch_are_what_it_launches(pair, api):
+    launch = pair.prepare(GOOD, stream=lambda: 3)
+    call, calls = launch.driver_calls(3)
+    for arguments in calls:
+        assert call(*arguments)[0] == 0
+    by_hand = list(api.launches)
+    api.launches.clear()
+    launch()
+    assert api.launches == by_hand
+    assert len(by_hand) == 2
+
+
 def test_the_host_cost_over_a_bare_call(pair):
     """With a driver that does nothing, what is left is what a prepared launch adds to a bare call."""
     from statistics import median
@@ -384,12 +396,11 @@ def test_the_host_cost_over_a_bare_call(pair):
     launch = pair.prepare(GOOD, stream=lambda: 3)
     launch._call = lambda config, function, params, extra: answer
     launch()
-    (config, function), *_ = launch._by_stream[3]
-    call, params = launch._call, launch._params
+    call, ((config, function, params, extra), _) = launch.driver_calls(3)
 
     def bare():
-        call(config, function, params, 0)
-        call(config, function, params, 0)
+        call(config, function, params, extra)
+        call(config, function, params, extra)
 
     def cost(action) -> float:
         start = perf_counter()
