@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING
 from chord._version import __version__
 
 if TYPE_CHECKING:
+    from chord import bench as bench
+    from chord import checks as checks
+    from chord import errors as errors
+    from chord import registry as registry
+    from chord import router as router
+    from chord import tune as tune
+    from chord import w4a16 as w4a16
     from chord.errors import ChordError as ChordError
     from chord.registry import Kernel as Kernel
     from chord.registry import PreparedLaunch as PreparedLaunch
@@ -54,18 +61,17 @@ _HOMES = {
 """Where each public name is defined."""
 
 _MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune", "w4a16"])
-_OWN = _MODULES | {"__init__", "_data", "_paths", "_runtime", "_settings", "_version"}
+_OWN = _MODULES | {"__init__", "__main__", "_data", "_paths", "_runtime", "_settings", "_version"}
 """What may lie in this folder. Another public project has the import root `chord`, too."""
 
 
 def __getattr__(name: str) -> object:
-    if name in ("errors", "registry"):
-        return import_module(f"chord.{name}")
-    home = _HOMES.get(name)
+    home = f"chord.{name}" if name in _MODULES else _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'chord' has no attribute {name!r}")
     try:
-        value = getattr(import_module(home), name)
+        module = import_module(home)
+        value: object = module if name in _MODULES else getattr(module, name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -75,7 +81,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})
 
 
 def _refuse_foreign_files(folder: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import chord
 from chord import _paths
 
@@ -81,6 +83,28 @@ def test_public_names_and_modules():
     assert chord.errors.ChordError is chord.ChordError
     assert {"Registry", "fused_router", "__version__"} <= set(dir(chord))
     assert not hasattr(chord, "nothing")
+
+
+@pytest.mark.parametrize("module", sorted(chord._MODULES))
+def test_submodules_are_imported_when_asked_for(module):
+    script = f"import chord; print(chord.{module}.__name__, chord.{module} is chord.{module}, {module!r} in dir(chord))"
+    assert run(script).stdout.split() == [f"chord.{module}", "True", "True"]
+
+
+def test_the_package_runs_as_the_command():
+    words = [["--version"], ["ls", "--json"], ["no-such-command"]]
+    for command in words:
+        want, got = (
+            subprocess.run([sys.executable, "-m", module, *command], capture_output=True, text=True, check=False)
+            for module in ("chord.cli", "chord")
+        )
+        assert (got.returncode, got.stdout) == (want.returncode, want.stdout)
+    assert got.returncode == 2
+
+
+def test_submodules_say_that_torch_is_missing():
+    error = run("import sys, chord; sys.modules['torch'] = None; chord.router").stderr
+    assert "ImportError: chord.router needs torch: pip install 'chord-registry[torch]'" in error
 
 
 def test_operators_say_that_torch_is_missing():
