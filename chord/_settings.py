@@ -80,13 +80,20 @@ def _switch(environ: Mapping[str, str], name: str) -> bool | None:
     return value == "1"
 
 
+def unknown(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of the variables that start like ours and are not, sorted."""
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in KNOWN)
+
+
+def advice(name: str) -> str:
+    """What may be meant by an unknown name: the known one that it resembles, else all of them."""
+    words = [known.removeprefix(PREFIX) for known in KNOWN]  # the prefix alone would make every name resemble one
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), words, n=1)
+    return f"did you mean {PREFIX}{near[0]}?" if near else f"known are {', '.join(sorted(KNOWN))}"
+
+
 def _warn_of_unknown(environ: Mapping[str, str]) -> None:
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in KNOWN and name not in _warned:
+    for name in unknown(environ):
+        if name not in _warned:
             _warned.add(name)
-            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.0)[0]
-            warnings.warn(
-                f"{name} is not a variable that chord knows; did you mean {nearest}? It has no effect "
-                f"(known: {', '.join(sorted(KNOWN))})",
-                stacklevel=4,
-            )
+            warnings.warn(f"{name} is not a variable that chord knows, and has no effect; {advice(name)}", stacklevel=4)

@@ -69,3 +69,7 @@ class CompileError(ChordError):
 
 class ToolchainError(ChordError):
     """The pinned compiler is not the one that was found."""
+
+
+class DamagedCompilerError(ToolchainError):
+    """The pinned compiler is installed, but a file of it is missing, cannot be read or holds other bytes."""

@@ -23,6 +23,9 @@ def main() -> int:
     except ChordError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; finished cubins are kept for the next build", file=sys.stderr)
+        return 130
     for (program, arch), log in report.warnings.items():
         print(f"{program} for {arch}:\n{log}", file=sys.stderr)
     print(f"{report.cubins} cubins ({report.compiled} compiled) in {report.seconds:.1f} s; manifest {report.digest}")

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from chord.build import tables
-from chord.errors import TableError, ToolchainError
+from chord.errors import DamagedCompilerError, TableError, ToolchainError
 from chord.registry.schema import Positive, Sha256
 
 INSTALL = "pip install 'chord-registry[build]'"
@@ -101,7 +101,11 @@ def this_platform() -> str:
 
 
 def find(pin: ToolchainPin) -> Libraries:
-    """The pinned libraries on this machine. Raises ToolchainError: what was found instead, and what to install."""
+    """The pinned libraries on this machine.
+
+    Raises ToolchainError (DamagedCompilerError for files that are not the pinned ones): what was found instead, and
+    what to install.
+    """
     system = this_platform()
     if system not in pin.libraries:
         raise ToolchainError(
@@ -146,7 +150,7 @@ def _checked(pin: ToolchainPin, distribution: metadata.Distribution, name: str, 
     """The file called `name` in the distribution, if its bytes are the pinned ones."""
     listed = [file for file in distribution.files or () if file.name == name]
     if len(listed) != 1:
-        raise ToolchainError(
+        raise DamagedCompilerError(
             f"{pin.compiler.distribution} {distribution.version}: expected one file {name}, found {len(listed)}; "
             f"reinstall it: {INSTALL}"
         )
@@ -157,11 +161,11 @@ def _checked(pin: ToolchainPin, distribution: metadata.Distribution, name: str, 
             while block := file.read(1 << 20):
                 found.update(block)
     except OSError as error:
-        raise ToolchainError(
+        raise DamagedCompilerError(
             f"{path}: expected the pinned library, got {error.strerror}; reinstall it: {INSTALL}"
         ) from error
     if found.hexdigest() != digest:
-        raise ToolchainError(
+        raise DamagedCompilerError(
             f"{path}: expected SHA-256 {digest} ({pin.identity}, {this_platform()}), got {found.hexdigest()}; "
             f"not loaded. Reinstall {pin.compiler.distribution}=={pin.compiler.version}"
         )

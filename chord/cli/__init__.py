@@ -45,6 +45,6 @@ def main() -> None:
             raise
         fail(f"this command needs {advice}")
         sys.exit(1)
-    except (ChordError, ValueError, OSError) as error:
+    except (ChordError, ValueError, OSError, Warning) as error:  # a warning where PYTHONWARNINGS makes it an error
         fail(error)
         sys.exit(1)

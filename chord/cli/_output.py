@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chord.registry import Registry
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 RegistryPath = Annotated[
     str | None,
@@ -25,6 +27,11 @@ _EXTRAS = {"jinja2": "build", "tomli": "build", "tomlkit": "dev", "torch": "torc
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe: wide enough that names and hashes stay whole."""
+
+
+def open_registry(path: str | None, pin: str | None = None) -> Registry:
+    """The registry that a command is about; messages call `path` by the option's name. Errors as Registry.open."""
+    return Registry.open(path, pin, path_name="--registry")
 
 
 def console() -> Console:

@@ -66,7 +66,7 @@ def build(
         return
     from chord.build.builder import build as run
 
-    with progress_bar(json) as progress:
+    with _one_line_if_interrupted(), progress_bar(json) as progress:
         report = run(selection, tree=tree, jobs=jobs, progress=progress, locked=locked)
     for (program, where), log in report.warnings.items():
         errors().print(f"{program} for {where}:\n{log}", style="yellow", markup=False, highlight=False)
@@ -112,7 +112,7 @@ def run_check(selection: Selection, jobs: int | None, json: bool, *, tree: Tree 
     """
     from chord.build.check import check
 
-    with progress_bar(json) as progress:
+    with _one_line_if_interrupted(), progress_bar(json) as progress:
         report = check(selection, tree=tree, jobs=jobs, progress=progress, fresh=fresh)
     if json:
         rows = [{"program": d.program, "arch": d.arch, "what": d.what} for d in report.differences]
@@ -142,16 +142,29 @@ def _require_pinned(tree: Tree | None, pin: str, *, writes: bool) -> None:
 
 
 @contextmanager
+def _one_line_if_interrupted() -> Iterator[None]:
+    """Control-C ends the command with the status that a shell gives it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors().print("interrupted; finished cubins are kept for the next build")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
 def progress_bar(quiet: bool) -> Iterator[Progress]:
-    """A bar on standard error while cubins are made; `quiet` shows none."""
+    """A bar on standard error while cubins are made; none if `quiet`, or where standard error is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors(), disable=quiet, transient=True) as bar:
+    shown = errors()
+    with Progress(*columns, console=shown, disable=quiet or not shown.is_terminal, transient=True) as bar:
         task = bar.add_task("reading templates", total=None)
 
         def show(step: Step) -> None:
-            if step.outcome == "waiting":
+            if step.outcome == "waiting" and not quiet and not shown.is_terminal:
+                shown.print("waiting for another build of this tree")
+            elif step.outcome == "waiting":
                 bar.update(task, description="waiting for another build of this tree")
             else:
                 text = f"{step.outcome} {step.program} for {step.arch}"

@@ -12,16 +12,17 @@ import typer
 
 from chord import _settings
 from chord._version import __version__
-from chord.cli._output import Json, RegistryPath, missing_extra, print_json, print_table
-from chord.errors import ChordError, UnsupportedDeviceError
+from chord.cli._output import Json, RegistryPath, missing_extra, open_registry, print_json, print_table
+from chord.errors import ChordError, DamagedCompilerError, ToolchainError, UnsupportedDeviceError
 from chord.registry import Registry
 from chord.registry.architectures import ordered
 from chord.registry.driver import Driver
+from chord.registry.facade import MANIFEST_NAME
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `status` is ok, missing (something optional is not there) or failed."""
+    """One line of the report. `status`: ok, missing (what is optional), unknown (a setting) or failed."""
 
     what: str
     status: str
@@ -37,7 +38,7 @@ def register(app: typer.Typer) -> None:
 def doctor(
     registry: RegistryPath = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit 1 for anything missing, too, not only for failures.")
+        bool, typer.Option("--strict", help="Exit 1 for anything missing or unknown, too, not only for failures.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -52,7 +53,7 @@ def doctor(
         print_table(
             f"chord {__version__}, Python {platform.python_version()}", ("", "", "found", "what to do"), _rows(checks)
         )
-    bad = {"failed", "missing"} if strict else {"failed"}
+    bad = {"failed", "missing", "unknown"} if strict else {"failed"}
     if any(check.status in bad for check in checks):
         raise typer.Exit(1)
 
@@ -63,7 +64,7 @@ def _rows(checks: list[Check]) -> list[tuple[str, str, str, str]]:
 
 def _registry_checks(path: str | None) -> tuple[Registry | None, list[Check]]:
     try:
-        opened = Registry.open(path)
+        opened = open_registry(path)
     except ChordError as error:
         return None, [Check("registry", "failed", str(error))]
     info = opened.manifest.registry
@@ -132,12 +133,15 @@ def _compiler_check() -> Check:
             raise
         return Check("compiler", "missing", f"not usable without {advice}", use)
     except ChordError as error:
-        return Check("compiler", "missing", str(error), use)
+        absent = isinstance(error, ToolchainError) and not isinstance(error, DamagedCompilerError)
+        return Check("compiler", "missing" if absent else "failed", str(error), use)
     return Check("compiler", "ok", f"{pin.identity}, {libraries.nvrtc}")
 
 
 def _setting_checks() -> list[Check]:
-    return [_setting_check(name, meaning) for name, meaning in sorted(_settings.KNOWN.items())]
+    known = [_setting_check(name, meaning) for name, meaning in sorted(_settings.KNOWN.items())]
+    unknown = (Check(name, "unknown", os.environ[name], _settings.advice(name)) for name in _settings.unknown())
+    return [*known, *unknown]
 
 
 def _setting_check(name: str, meaning: str) -> Check:
@@ -145,7 +149,9 @@ def _setting_check(name: str, meaning: str) -> Check:
     if value is None:
         return Check(name, "ok", "not set", meaning)
     try:
-        _settings.read({name: value})
+        read = _settings.read({name: value})
     except ChordError as error:
         return Check(name, "failed", str(error), meaning)
+    if read.registry is not None and not (read.registry / MANIFEST_NAME).is_file():
+        return Check(name, "failed", f"{value} holds no {MANIFEST_NAME}", meaning)
     return Check(name, "ok", value, meaning if name in _settings.WITHOUT_EFFECT else "")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chord.cli._output import Json, RegistryPath, console, print_json, print_table
+from chord.cli._output import Json, RegistryPath, console, open_registry, print_json, print_table
 from chord.errors import NoProgramError
 from chord.registry import Registry
 from chord.registry.architectures import ordered
@@ -31,7 +31,7 @@ def ls(
     json: Json = False,
 ) -> None:
     """List programs: their architectures, sizes and registers."""
-    opened = Registry.open(registry)
+    opened = open_registry(registry)
     programs = opened.programs(operator, arch)
     if json:
         print_json({name: _listing(program) for name, program in programs.items()})
@@ -55,7 +55,7 @@ def show(
     json: Json = False,
 ) -> None:
     """Show everything that the manifest says of one program."""
-    opened = Registry.open(registry)
+    opened = open_registry(registry)
     operator = program.partition(".")[0]
     found = opened.programs(operator).get(program)
     if found is None:
@@ -75,7 +75,7 @@ def lookup(
     json: Json = False,
 ) -> None:
     """Say which program serves a problem."""
-    opened = Registry.open(registry)
+    opened = open_registry(registry)
     found = opened.lookup(operator, arch, _pairs_of(problem))
     build = found.build
     if json:
@@ -93,7 +93,7 @@ def coverage(
     json: Json = False,
 ) -> None:
     """Show which ranges of a problem run which program, per operator and architecture."""
-    opened = Registry.open(registry)
+    opened = open_registry(registry)
     names = list(opened.manifest.operators) if operator is None else [operator]
     wanted = [(name, where) for name in names for where in _architectures(opened, name, arch)]
     if json:

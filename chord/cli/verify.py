@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from chord.cli._output import Json, RegistryPath, console, print_json
+from chord.cli._output import Json, RegistryPath, console, open_registry, print_json
 from chord.cli.build import Jobs, as_selection, as_tree, run_check
-from chord.registry import Registry
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +28,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Hash every cubin and read its architecture and kernels; exit 1 if anything is missing, different or unlisted."""
-    opened = Registry.open(registry, pin)
+    opened = open_registry(registry, pin)
     report = opened.verify()
     counts = {kind: report.count(kind) for kind in ("missing", "mismatch", "unlisted")}
     if json:

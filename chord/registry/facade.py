@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 from chord import _paths, _settings
@@ -65,15 +67,16 @@ class Registry:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | Path | None = None, pin: str | None = None) -> Registry:
+    def open(cls, path: str | Path | None = None, pin: str | None = None, *, path_name: str = "path") -> Registry:
         """Open the registry in `path`, else in CHORD_REGISTRY, else the packaged one. There is no fallback.
 
         The folder holds manifest.json, and the cubins under build/out/cubins (as `chord build` leaves them) or cubins.
         pin: the digest that the manifest must have; CHORD_PIN likewise, and if both are given, both count.
+        path_name: what `source` and errors call `path`, for a caller whose users know it under another name.
         Raises SettingsError, PinMismatchError or ManifestError.
         """
         settings = _settings.read()
-        root, source = _locate(path, settings)
+        root, source = (Path(path), path_name) if path is not None else _locate(settings)
         pins = {"CHORD_PIN": settings.pin, "pin": None if pin is None else _settings.checked_pin(pin, "pin")}
         manifest_path = root / MANIFEST_NAME
         try:
@@ -131,12 +134,18 @@ class Registry:
     def load(self, selection: Selection | str, device: int | None = None) -> Kernel:
         """A program, by selection or by name, on a device (the current one if not given): proven and loaded once.
 
-        Raises VerificationError, NoProgramError, UnsupportedDeviceError, DriverError, CaptureError or ForkError.
+        Raises TypeError for anything else, VerificationError, NoProgramError, UnsupportedDeviceError, DriverError,
+        CaptureError or ForkError.
         """
         if isinstance(selection, str):
             name, arch = selection, None
-        else:
+        elif isinstance(selection, Selection):
             name, arch = self._own(selection).program_name, selection.arch
+        else:
+            raise TypeError(
+                "selection: expected a Selection (what Registry.lookup returns) or a program's name, got "
+                f"{selection!r} ({type(selection).__name__})"
+            )
         driver = self._loader.driver
         driver.start()
         if device is None:
@@ -148,22 +157,26 @@ class Registry:
         return found
 
     def preload(
-        self, operator: str, ranges: Mapping[str, Constant | Interval] | None = None, device: int | None = None
+        self,
+        operator: str,
+        ranges: Mapping[str, Constant | Sequence[int]] | None = None,
+        device: int | None = None,
     ) -> tuple[str, ...]:
         """Load every program that problems in `ranges` can select; the names, sorted.
 
-        ranges: per key of the operator's axes a value or (first, last); a key that is left out means all of its values.
+        ranges: per key of the operator's axes a value, [first, last] (a list or a tuple), or a range with step 1; a key
+          that is left out means all of its values. Raises ValueError for anything else.
         """
+        keys = {key for axis in self._operator(operator).axes for key in axis.keys}
+        if not keys.issuperset(ranges or {}):
+            raise ValueError(
+                f"{operator}: expected ranges of {', '.join(sorted(keys))}, got {', '.join(map(str, ranges or {}))}"
+            )
+        wanted = {key: _side(f"{operator}: {key}", value) for key, value in (ranges or {}).items()}
         driver = self._loader.driver
         driver.start()
         if device is None:
             device = driver.current_device()
-        wanted = dict(ranges or {})
-        keys = {key for axis in self._operator(operator).axes for key in axis.keys}
-        if not keys.issuperset(wanted):
-            raise ValueError(
-                f"{operator}: expected ranges of {', '.join(sorted(keys))}, got {', '.join(map(str, wanted))}"
-            )
         routes = self.coverage(operator, driver.architecture(device))
         names = sorted({route.program for route in routes if _touches(route, wanted)})
         if not names:
@@ -231,12 +244,11 @@ class Registry:
         return found
 
 
-def _locate(path: str | Path | None, settings: _settings.Settings) -> tuple[Path, str]:
-    if path is not None:
-        return Path(path), "path"
+def _locate(settings: _settings.Settings) -> tuple[Path, str]:
     if settings.registry is not None:
         return settings.registry, "CHORD_REGISTRY"
-    return _paths.data_root(), "the packaged registry"
+    root = _paths.data_root()
+    return root, "the checkout" if root == _paths.PACKAGE.parent else "the packaged registry"
 
 
 def _check_pins(path: Path, digest: str, pins: Mapping[str, str | None]) -> None:
@@ -251,6 +263,24 @@ def _check_version(path: Path, version: str) -> None:
             f"{path} belongs to chord {version}, this is chord {__version__}; install the two that belong together, "
             "or rebuild with `chord build`"
         )
+
+
+def _side(what: str, value: object) -> Constant | Interval:
+    """One entry of preload's ranges, checked. Raises ValueError."""
+    if isinstance(value, str):
+        return value
+    with suppress(TypeError):  # of what is no whole number
+        if not isinstance(value, Sequence):
+            return index(value)  # type: ignore[arg-type]
+        ends = value
+        if isinstance(value, range):
+            ends = (value[0], value[-1]) if value and value.step == 1 else ()
+        if len(ends) == 2 and index(ends[0]) <= index(ends[1]):
+            return index(ends[0]), index(ends[1])
+    raise ValueError(
+        f"{what}: expected a value, [first, last] with first <= last, or a range with step 1 that is not empty, got "
+        f"{value!r}"
+    )
 
 
 def _touches(route: Route, wanted: Mapping[str, Constant | Interval]) -> bool:

@@ -13,7 +13,7 @@ from chord import _paths
 from chord.build import jobs, toolchain
 from chord.build.toolchain import CompilerPin, ToolchainPin
 from chord.build.tree import Tree
-from chord.errors import TableError, ToolchainError
+from chord.errors import DamagedCompilerError, TableError, ToolchainError
 
 REAL = toolchain.load(_paths.PACKAGE.parent / "build" / "toolchain.toml")
 FILES = {"libnvrtc.so.12": b"the compiler", "libnvrtc-builtins.so.12.9": b"its builtins"}
@@ -87,20 +87,22 @@ def test_another_version_of_the_distribution(site: Path) -> None:
 @pytest.mark.parametrize("altered", FILES)
 def test_other_bytes_under_the_right_name(site: Path, altered: str) -> None:
     install(site, "nvidia-cuda-nvrtc-cu12", "12.9.86", {**FILES, altered: b"tampered with"}, "cuda_nvrtc")
-    with pytest.raises(ToolchainError, match=rf"{altered}: expected SHA-256 .* not loaded"):
+    with pytest.raises(DamagedCompilerError, match=rf"{altered}: expected SHA-256 .* not loaded"):
         toolchain.find(pin())
 
 
 def test_a_file_that_is_listed_but_gone(site: Path) -> None:
     install(site, "nvidia-cuda-nvrtc-cu12", "12.9.86", FILES, "cuda_nvrtc")
     (site / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12").unlink()
-    with pytest.raises(ToolchainError, match=r"libnvrtc\.so\.12(: expected the pinned library|, found 0; reinstall)"):
+    with pytest.raises(
+        DamagedCompilerError, match=r"libnvrtc\.so\.12(: expected the pinned library|, found 0; reinstall)"
+    ):
         toolchain.find(pin())
 
 
 def test_a_distribution_without_the_file(site: Path) -> None:
     install(site, "nvidia-cuda-nvrtc-cu12", "12.9.86", {"libnvrtc.so.12": FILES["libnvrtc.so.12"]}, "cuda_nvrtc")
-    with pytest.raises(ToolchainError, match=r"expected one file libnvrtc-builtins\.so\.12\.9, found 0"):
+    with pytest.raises(DamagedCompilerError, match=r"expected one file libnvrtc-builtins\.so\.12\.9, found 0"):
         toolchain.find(pin())
 
 

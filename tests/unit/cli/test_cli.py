@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import toytree
+from chord.build import toolchain
+from chord.build.tree import Tree
+from chord.cli import doctor
 from chord.cli._output import print_table
 
 PROBLEM = ["width=64", "lanes=2", "kind=f32", "num_tokens=1", "block_m=8"]
@@ -167,13 +173,73 @@ def test_a_folder_without_sources_is_left_alone(tmp_path: Path, words: list[str]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("CHORD_PIN", "xyz"), ("CHORD_REGISTRY", " "), ("CHORD_SM90_DECODE", "yes")]
+    ("name", "value"),
+    [("CHORD_PIN", "xyz"), ("CHORD_REGISTRY", " "), ("CHORD_REGISTRY", "/nonexistent"), ("CHORD_SM90_DECODE", "yes")],
 )
 def test_doctor_reports_a_setting_that_cannot_be_honoured(name: str, value: str) -> None:
     done = run("doctor", "--json", **{name: value})
     assert done.returncode == 1
     failed = {check["what"] for check in json.loads(done.stdout) if check["status"] == "failed"}
     assert failed == {"registry", name}
+
+
+def test_doctor_lists_variables_that_nobody_knows(tree: Path) -> None:
+    words, unknown = ["doctor", "--registry", tree], {"CHORD_PINN": "abc", "CHORD_DEBUG": "1"}
+    checks = {check["what"]: check for check in json.loads(run(*words, "--json", **unknown).stdout)}
+    assert {name: (checks[name]["status"], checks[name]["found"]) for name in unknown} == {
+        name: ("unknown", value) for name, value in unknown.items()
+    }
+    assert checks["CHORD_PINN"]["advice"] == "did you mean CHORD_PIN?"
+    assert checks["CHORD_DEBUG"]["advice"].startswith("known are CHORD_PIN, ")
+    assert "did you mean CHORD_PIN?" in run(*words, **unknown).stdout
+    assert run(*words, **unknown).returncode == 0
+    assert run(*words, "--strict", **unknown).returncode == 1
+
+
+def test_doctor_reports_a_compiler_with_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = toolchain.load(Tree.default().toolchain)
+    libraries = {system: dict.fromkeys(files, "0" * 64) for system, files in pin.libraries.items()}
+    monkeypatch.setattr(toolchain, "load", lambda path: msgspec.structs.replace(pin, libraries=libraries))
+    check = doctor._compiler_check()
+    assert (check.status, "expected SHA-256 000" in check.found) == ("failed", True)
+
+
+def test_a_warning_that_is_an_error_is_one_line(tree: Path) -> None:
+    done = run("ls", "--registry", tree, CHORD_PINN="abc", PYTHONWARNINGS="error")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: CHORD_PINN is not a variable that chord knows, and has no effect; did you mean CHORD_PIN?\n"
+    )
+
+
+def test_messages_name_the_option_and_the_checkout(tree: Path, tmp_path: Path) -> None:
+    assert run("ls", "--registry", tmp_path).stderr.startswith(f"error: --registry: expected a registry in {tmp_path}")
+    assert f"in {tree} (from --registry)" in chord("ls", "--registry", tree)
+    assert "(from the checkout)" in chord("ls")
+
+
+def test_a_build_into_a_pipe_prints_its_result_alone(tmp_path: Path) -> None:
+    done = run("build", "--root", toytree.write(tmp_path))
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 2)
+
+
+def test_an_interrupted_build_says_so_in_one_line(tmp_path: Path) -> None:
+    root = toytree.write(tmp_path)
+    start = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from chord.cli import main; main()"
+    )
+    words = [sys.executable, "-c", start, "build", "--root", str(root), "-j", "1"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(root.glob("build/out/work/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert error == "interrupted; finished cubins are kept for the next build\n"
+    assert not (root / "manifest.json").exists()
+    assert json.loads(chord("build", "--root", root, "--json"))["reused"] >= 1
 
 
 def test_doctor_says_which_variables_select_no_kernel(tree: Path) -> None:

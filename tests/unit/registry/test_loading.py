@@ -214,6 +214,30 @@ def test_preload_loads_what_a_range_can_select(registry, api):
         registry.preload("toy", {"width": "wide"})
 
 
+@pytest.mark.parametrize("ends", [(2, 9), [2, 9], range(2, 10), range(2, 3), 5])
+def test_preload_takes_any_two_ends_and_ranges(registry, ends):
+    assert registry.preload("toy", {"width": 896, "num_tokens": ends}) == ("toy.many",)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [(), [1], (1, 2, 3), range(0), range(1, 4, 2), range(9, 1, -1), (1, None), 1.5, None, {1, 5}, ("1", "5"), [5, 1]],
+)
+def test_preload_refuses_other_ranges(registry, api, ends):
+    with pytest.raises(
+        ValueError, match=r"^toy: num_tokens: expected a value, \[first, last\] with .*, or a range .*, got "
+    ):
+        registry.preload("toy", {"num_tokens": ends})
+    assert api.calls == []
+
+
+@pytest.mark.parametrize("selection", [None, 3, ["toy.many"]])
+def test_load_says_what_it_takes(registry, api, selection):
+    with pytest.raises(TypeError, match=r"^selection: expected a Selection .* or a program's name, got "):
+        registry.load(selection)
+    assert api.calls == []
+
+
 def in_child(action) -> str:
     """What `action` raises in a forked child, by name."""
     reading, writing = os.pipe()

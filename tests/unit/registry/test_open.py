@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -37,6 +38,7 @@ def test_argument_beats_environment_beats_default(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("CHORD_REGISTRY", str(other))
     assert (Registry.open().root, Registry.open().source) == (other, "CHORD_REGISTRY")
     assert (Registry.open(str(plain)).root, Registry.open(str(plain)).source) == (plain, "path")
+    assert Registry.open(plain, path_name="--registry").source == "--registry"
 
 
 def test_an_empty_folder_is_an_error_and_never_falls_back(plain, tmp_path, monkeypatch):
@@ -46,8 +48,10 @@ def test_an_empty_folder_is_an_error_and_never_falls_back(plain, tmp_path, monke
     monkeypatch.setenv("CHORD_REGISTRY", str(empty))
     with pytest.raises(SettingsError, match=f"CHORD_REGISTRY: expected a registry in {empty}"):
         Registry.open()
-    with pytest.raises(SettingsError, match=r"path: expected a registry"):
+    with pytest.raises(SettingsError, match=r"^path: expected a registry"):
         Registry.open(empty)
+    with pytest.raises(SettingsError, match=r"^--registry: expected a registry"):
+        Registry.open(empty, path_name="--registry")
 
 
 def test_a_spawned_process_resolves_the_same(plain, monkeypatch):
@@ -95,13 +99,28 @@ def test_a_known_variable_is_refused_when_it_says_nothing(monkeypatch):
 def test_an_unknown_variable_is_warned_about_once(plain, monkeypatch):
     monkeypatch.setattr(_settings, "_warned", set())
     monkeypatch.setenv("CHORD_REGISTYR", "/somewhere")
-    with pytest.warns(UserWarning, match=r"CHORD_REGISTYR .* did you mean CHORD_REGISTRY") as caught:
+    with pytest.warns(UserWarning, match=r"CHORD_REGISTYR .* did you mean CHORD_REGISTRY\?") as caught:
         Registry.open(plain)
     assert len(caught) == 1
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Registry.open(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("CHORD_PINN", "did you mean CHORD_PIN?"),
+        ("CHORD_USE_GROUP", "did you mean CHORD_USE_GROUPED?"),
+        *((name, f"known are {', '.join(sorted(_settings.KNOWN))}") for name in ("CHORD_DEBUG", "CHORD_X", "CHORD_")),
+    ],
+)
+def test_only_a_name_that_is_close_is_suggested(name, said, monkeypatch):
+    monkeypatch.setattr(_settings, "_warned", set())
+    message = f"{name} is not a variable that chord knows, and has no effect; {said}"
+    with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
+        _settings.read({name: "1"})
 
 
 @pytest.mark.parametrize("version", ["{0}", "{0}+cu130"])
@@ -129,17 +148,16 @@ def test_the_store_lies_where_the_build_leaves_it_or_beside_the_manifest(tmp_pat
 def test_paths_follow_the_checkout():
     root = Path(__file__).resolve().parents[3]
     assert _paths.data_root() == root
-    assert _paths.toolchain_path() == root / "build" / "toolchain.toml"
-    assert _paths.default_store() == root / "build" / "out" / "cubins"
     assert _paths.registry_dir() == root / "registry"
-    assert _paths.templates_dir() == root / "templates"
-    assert _paths.manifest_path() == root / "manifest.json"
+    assert (Registry.open().root, Registry.open().source) == (root, "the checkout")
 
 
 def test_paths_follow_the_wheel(tmp_path, monkeypatch):
     (tmp_path / "_data").mkdir()
     monkeypatch.setattr(_paths, "PACKAGE", tmp_path)
     assert _paths.data_root() == tmp_path / "_data"
+    publish(tmp_path / "_data", plain_manifest())
+    assert Registry.open().source == "the packaged registry"
 
 
 def test_programs_and_coverage(plain):
