@@ -18,26 +18,8 @@ def registry_dir() -> Path:
     return data_root() / "registry"
 
 
-def templates_dir() -> Path:
-    return data_root() / "templates"
-
-
-def toolchain_path() -> Path:
-    """The compiler's pin."""
-    return data_root() / "build" / "toolchain.toml"
-
-
-def manifest_path() -> Path:
-    return data_root() / "manifest.json"
-
-
 def store_of(root: Path) -> Path:
     """The cubin store of the registry in `root`: build/out/cubins as `chord build` leaves it, else cubins."""
     built = root / "build" / "out" / "cubins"
     flat = root / "cubins"
     return flat if flat.is_dir() and not built.is_dir() else built
-
-
-def default_store() -> Path:
-    """Where `chord build` puts the cubins, and where a wheel carries them."""
-    return data_root() / "build" / "out" / "cubins"

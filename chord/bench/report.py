@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from chord.bench.results import Results, Row
@@ -143,16 +143,6 @@ def host_table(results: Results) -> str:
         quantiles = ["" if value is None else f"{value:.2f}" for value in (row.p10, row.p90)]
         lines.append(_table_line([row.scenario, str(row.tokens), f"{row.us:.2f}", *quantiles]))
     return "\n".join(lines) + "\n"
-
-
-def slower_cells(comparisons: Sequence[Comparison], tolerance: float = 0.05) -> Mapping[Cell, float]:
-    """Cells that are more than `tolerance` slower than the recorded peer (or, without one, than the best peer)."""
-    found = {}
-    for comparison in comparisons:
-        ratio = comparison.recorded_ratio if comparison.recorded_ratio is not None else comparison.ratio
-        if ratio is not None and ratio < 1 / (1 + tolerance):
-            found[(comparison.row.tokens or 0, comparison.row.block_m or 0)] = ratio
-    return found
 
 
 def _ratio(value: float | None) -> str:

@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 
 from chord.build import jobs as jobs_module
 from chord.build.assemble import assemble
-from chord.build.files import exclusive, write_atomically
 from chord.build.finished import Finished
 from chord.build.inspect import describe
 from chord.build.jobs import Key, Selection, Work
+from chord.build.lock import exclusive
 from chord.build.make import Failure, Made, Maker, Progress, Step
 from chord.build.pool import default_jobs
 from chord.build.tree import Tree
 from chord.errors import CompileError, ManifestError, TableError, VerificationError
 from chord.registry import canonical
+from chord.registry.files import write_atomically
 from chord.registry.schema import Build, Manifest
 from chord.registry.store import Store
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Container
 from pathlib import Path
 
-from chord.build.files import TEMPORARY, write_atomically
+from chord.registry.files import TEMPORARY, write_atomically
 
 _NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{64})")
 

@@ -9,11 +9,7 @@ from chord.errors import CompileError, VerificationError
 from chord.registry import cubin
 from chord.registry.cubin import CubinInfo, KernelInfo
 from chord.registry.schema import Build, KernelResources
-
-_PARAMETER_BYTES = {"i32": 4, "f32": 4, "i64": 8}
-"""Size of a parameter by its type."""
-_POINTER_BYTES = 8
-"""Size of a buffer argument."""
+from chord.registry.verify import argument_bytes
 
 
 def describe(job: Job, data: bytes) -> Build:
@@ -56,9 +52,7 @@ def _parse(job: Job, data: bytes) -> CubinInfo:
 
 def _check_kernel(job: Job, position: int, kernel: KernelInfo) -> None:
     arm, config = job.program.arm, job.program.kernels[position]
-    expected = tuple(
-        _PARAMETER_BYTES[arg.type] if arg.kind == "parameter" else _POINTER_BYTES for arg in job.program.args
-    )
+    expected = argument_bytes(job.program.args)
     if kernel.parameter_bytes != expected:
         raise CompileError(
             f"templates/{arm.template}: {config.symbol} takes parameters of {list(kernel.parameter_bytes)} bytes, "

@@ -88,11 +88,6 @@ class RouteIndex:
         raise AssertionError("a combination of allowed choices has no tree")
 
 
-def lookup(name: str, operator: Operator, arch: str, problem: Mapping[str, object]) -> str:
-    """One search without keeping the index: for tools that ask once."""
-    return RouteIndex(name, operator).find(arch, problem)
-
-
 def _distance(row: tuple[object, ...], values: tuple[object, ...]) -> float:
     """Sum over the keys of how far apart the values are, relative to their size; unlike words count 1."""
     total = 0.0

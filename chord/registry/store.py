@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import stat
 from pathlib import Path
-from secrets import token_hex
 
 from chord.errors import MissingCubinError, VerificationError
 from chord.registry.cubin import describe
+from chord.registry.files import TEMPORARY, write_atomically
 from chord.registry.schema import Manifest
 
 SUFFIX = ".cubin"
-_TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]+\.tmp")
 
 
 class Store:
@@ -49,15 +47,14 @@ class Store:
         sha256 = hashlib.sha256(data).hexdigest()
         path = self.path_of(sha256)
         if path.is_symlink() or not path.is_file() or path.read_bytes() != data:
-            self.root.mkdir(parents=True, exist_ok=True)
-            _replace(path, self.root / f".{sha256}.{token_hex(8)}.tmp", data)
+            write_atomically(path, data)
         return sha256
 
     def listing(self) -> list[Path]:
         """Every entry of the folder but the temporary files of writers, sorted; empty when there is no folder."""
         if not self.root.is_dir():
             return []
-        return sorted(path for path in self.root.iterdir() if not _TEMPORARY.fullmatch(path.name))
+        return sorted(path for path in self.root.iterdir() if not TEMPORARY.fullmatch(path.name))
 
     def unlisted(self, manifest: Manifest) -> list[Path]:
         """Entries that the manifest does not name."""
@@ -88,21 +85,3 @@ class Store:
 
 
 _REPAIR = "restore it with `chord build`, or reinstall the package"
-
-
-def _replace(path: Path, temporary: Path, data: bytes) -> None:
-    """Write `data` beside `path`, make it durable, and only then give it its name."""
-    try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from chord.errors import MissingCubinError, VerificationError
 from chord.registry import cubin
-from chord.registry.schema import Arm, Manifest, Program
+from chord.registry.schema import Arg, Arm, Manifest, Program
 from chord.registry.store import Store
 
-ARGUMENT_BYTES = {"i32": 4, "f32": 4, "i64": 8}
-"""Size of each parameter type; a buffer is a 64-bit address."""
+_PARAMETER_BYTES = {"i32": 4, "f32": 4, "i64": 8}
+_ADDRESS_BYTES = 8
+"""Size of a buffer argument."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Report:
         return sum(finding.kind == kind for finding in self.findings)
 
 
+def argument_bytes(args: Iterable[Arg]) -> tuple[int, ...]:
+    """Size of each argument, as a kernel that takes them declares it."""
+    return tuple(_PARAMETER_BYTES[arg.type] if arg.kind == "parameter" else _ADDRESS_BYTES for arg in args)
+
+
 def verified_bytes(store: Store, name: str, program: Program, arm: Arm, arch: str) -> bytes:
     """The cubin of a program for one of its architectures, proven.
 
@@ -64,7 +70,7 @@ def verified_bytes(store: Store, name: str, program: Program, arm: Arm, arch: st
             f"{place}: {path}: expected a cubin for {arch}, found one for {info.arch}, although size and hash are the "
             "manifest's: the manifest was not made from these sources; rebuild it with `chord build`"
         )
-    expected = tuple(8 if arg.kind == "buffer" else ARGUMENT_BYTES[arg.type] for arg in arm.args)
+    expected = argument_bytes(arm.args)
     for kernel in program.kernels:  # 5
         found = info.kernels.get(kernel.symbol)
         if found is None:

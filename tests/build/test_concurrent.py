@@ -15,7 +15,7 @@ import pytest
 import toytree
 from chord import _paths
 from chord.build.builder import build
-from chord.build.files import exclusive
+from chord.build.lock import exclusive
 from chord.build.tree import Tree
 
 SCRIPT = """

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from chord.build.files import TEMPORARY, exclusive, write_atomically
 from chord.build.finished import Finished
+from chord.build.lock import exclusive
+from chord.registry.files import TEMPORARY, write_atomically
 
 CLOSURE = "c" * 64
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from chord import _paths
 from chord._version import __version__
 from chord.errors import ToolchainError
 from chord.registry import Registry, canonical
@@ -38,8 +37,9 @@ SIGNATURE = "(float* x, const int* map, int num_tokens, float factor, long long 
 def _compiler():
     from chord.build import toolchain
     from chord.build.nvrtc import Nvrtc
+    from chord.build.tree import Tree
 
-    pin = toolchain.load(_paths.toolchain_path())
+    pin = toolchain.load(Tree.default().toolchain)
     return pin, Nvrtc.open(pin)
 
 

@@ -13,7 +13,7 @@ from unit.registry.samples import AXES, plain_manifest
 from chord.errors import NoProgramError
 from chord.registry import schema as s
 from chord.registry.boxes import check_axes, check_cover
-from chord.registry.lookup import RouteIndex, lookup
+from chord.registry.lookup import RouteIndex
 
 RANGES = (s.Axis(keys=("a",), first=0, last=11), s.Axis(keys=("b",), first=8, last=40, step=8))
 
@@ -100,7 +100,7 @@ PROBLEM = {"width": 896, "ways": 16, "num_tokens": 7, "block_m": 24}
 def test_lookup_is_total_over_the_domain(choice, tokens, blocks):
     problem = {"width": choice[0], "ways": choice[1], "num_tokens": tokens, "block_m": 8 * blocks}
     expected = "toy.one.t1" if (choice[0], tokens) == (896, 1) else "toy.many"
-    assert lookup("toy", TOY, "sm_90a", problem) == expected
+    assert RouteIndex("toy", TOY).find("sm_90a", problem) == expected
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_lookup_is_total_over_the_domain(choice, tokens, blocks):
 )
 def test_a_refusal_names_the_key_the_value_what_is_allowed_and_the_nearest(change, message):
     with pytest.raises(NoProgramError, match=message):
-        lookup("toy", TOY, "sm_90a", PROBLEM | change)
+        RouteIndex("toy", TOY).find("sm_90a", PROBLEM | change)
 
 
 def test_a_missing_key_is_named():
     with pytest.raises(NoProgramError, match=r"missing width"):
-        lookup("toy", TOY, "sm_90a", {k: v for k, v in PROBLEM.items() if k != "width"})
+        RouteIndex("toy", TOY).find("sm_90a", {k: v for k, v in PROBLEM.items() if k != "width"})
     with pytest.raises(NoProgramError, match=r"missing width, unknown wdith"):
-        lookup("toy", TOY, "sm_90a", {"wdith" if k == "width" else k: v for k, v in PROBLEM.items()})
+        RouteIndex("toy", TOY).find("sm_90a", {"wdith" if k == "width" else k: v for k, v in PROBLEM.items()})
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "90a", "sm_100", "sm_100f", "sm_103", "SM_90A", ""])
@@ -132,12 +132,12 @@ def test_architecture_names_are_strict(arch):
     routes = dict.fromkeys(("sm_100a", "sm_90a", "sm_103a"), TOY.routes["sm_90a"])
     operator = s.Operator(abi_version=1, axes=AXES, arms={}, programs={}, routes=routes, notes={})
     with pytest.raises(NoProgramError, match=r"has sm_90a, sm_100a, sm_103a"):
-        lookup("toy", operator, arch, PROBLEM)
+        RouteIndex("toy", operator).find(arch, PROBLEM)
 
 
 def test_a_device_without_its_cubin_gets_no_neighbour():
     with pytest.raises(NoProgramError, match=r"needs 'sm_103a', has sm_90a, sm_100a"):
-        lookup("toy", TOY, "sm_103a", PROBLEM)
+        RouteIndex("toy", TOY).find("sm_103a", PROBLEM)
 
 
 def test_a_lookup_takes_microseconds():
