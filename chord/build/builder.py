@@ -76,8 +76,9 @@ def build(
     progress: called for each cubin, from this thread.
     locked: publish nothing unless the manifest comes out as it is; VerificationError lists what differs.
 
-    Raises TableError for tables that cannot be planned, BuildFailedError for cubins that cannot be made, ToolchainError
-    without the pinned compiler (if anything has to be compiled), ChordError for a selection of unknown names.
+    Raises TableError for tables that cannot be planned or a serial below the manifest's, BuildFailedError for cubins
+    that cannot be made, ToolchainError without the pinned compiler (if anything has to be compiled), ChordError for a
+    selection of unknown names.
     """
     started = time.monotonic()
     tree, selection, progress = tree or Tree.default(), selection or Selection(), progress or _silent
@@ -85,6 +86,7 @@ def build(
     tree.require_sources()
     with exclusive(tree.out / "lock", waiting=lambda: progress(Step("waiting"))):
         work = jobs_module.read(tree)
+        _require_growing_serial(tree, work.registry.serial)
         selected = work.selected(selection)
         finished = Finished(tree.work)
         made = Maker(work.pin, default_jobs() if jobs is None else jobs, progress, finished, keep=True).make(selected)
@@ -124,6 +126,16 @@ def recorded_builds(manifest: Manifest | None) -> dict[Key, Build]:
         for name, program in operator.programs.items()
         for arch, entry in program.builds.items()
     }
+
+
+def _require_growing_serial(tree: Tree, serial: int) -> None:
+    """Raises TableError for a serial that goes back: deployments take a lower one for an older registry."""
+    published = read_manifest(tree)
+    if published is not None and serial < published.registry.serial:
+        raise TableError(
+            f"registry/registry.toml: serial: expected at least {published.registry.serial}, that of {tree.manifest}, "
+            f"got {serial}: it only grows; raise it, or restore the manifest that belongs to these tables"
+        )
 
 
 def _silent(step: Step) -> None:

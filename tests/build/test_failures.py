@@ -192,3 +192,21 @@ def test_failed_sources_are_those_of_the_last_build(tree: Tree) -> None:
     assert len(list(tree.failed.glob("*.cu"))) == len(list(tree.failed.glob("*.log"))) == 12
     assert not tree.manifest.exists()
     assert not Path(tree.store).exists()
+
+
+def test_a_serial_that_goes_back(built: Tree) -> None:
+    before = snapshot(built)
+    toytree.edit(built.root, "registry/registry.toml", "serial = 3", "serial = 2")
+    for locked in (False, True):
+        with pytest.raises(TableError, match=r"^registry/registry\.toml: serial: .* at least 3, .*got 2: .*raise it"):
+            build(tree=built, jobs=2, locked=locked)
+    assert snapshot(built) == before
+    toytree.edit(built.root, "registry/registry.toml", "serial = 2", "serial = 4")
+    build(tree=built, jobs=2)
+    assert b'"serial": 4' in built.manifest.read_bytes()
+
+
+def test_a_manifest_that_cannot_be_read_holds_no_serial_back(built: Tree) -> None:
+    toytree.edit(built.root, "registry/registry.toml", "serial = 3", "serial = 2")
+    built.manifest.write_text("<<<<<<< ours\n")
+    assert build(tree=built, jobs=2).compiled == 0
