@@ -36,7 +36,10 @@ def _main(
 
 
 def main() -> None:
-    """Run the command line: exit status 0 for success, 1 for a failure or a difference, 2 for wrong usage."""
+    """Run the command line: exit status 0 for success, 1 for a failure or a difference, 2 for wrong usage.
+
+    An interrupted build ends with 130.
+    """
     try:
         app()
     except ModuleNotFoundError as error:
