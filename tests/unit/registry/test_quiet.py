@@ -87,6 +87,8 @@ def test_public_names_and_modules():
 
 @pytest.mark.parametrize("module", sorted(chord._MODULES))
 def test_submodules_are_imported_when_asked_for(module):
+    if module in ("router", "w4a16"):
+        pytest.importorskip("torch", reason="the operators need torch")
     script = f"import chord; print(chord.{module}.__name__, chord.{module} is chord.{module}, {module!r} in dir(chord))"
     assert run(script).stdout.split() == [f"chord.{module}", "True", "True"]
 
