@@ -12,10 +12,10 @@ from chord import _runtime
 from chord.bench.peers import SglangRouter, torch_align, torch_route
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
-from chord.bench.timing import ColdTimer, Subject, graphed
+from chord.bench.timing import ColdTimer, Subject
+from chord.checks.graphs import graphed
 from chord.checks.inputs import SPECIAL_BLOCK_M, TOKEN_COUNTS, RouterCase, normal_case
-from chord.checks.router import Settings, poisoned_buffers, router_problems
-from chord.router import prepare_fused_router
+from chord.checks.router import Settings, poisoned_buffers, prepared_on, router_problems
 
 EXTRA_TOKEN_COUNTS = (3, 100, 300, 1000, 3000, 6000)
 PARALLEL_TOKEN_COUNTS = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -83,18 +83,18 @@ def measure_cell(cell: Cell, timer: ColdTimer, sglang: SglangRouter | None, samp
     """One row: the routed program and the peers that serve the same work."""
     case = cell_case(cell)
     settings = Settings(cell.block_m, local_experts=cell.local_experts)
-    call, program = checked_launch(case, settings)
-    subjects = {"chord": Subject(graphed(call), "span"), **_peers(cell, case, sglang)}
-    times = {name: summarize(values) for name, values in timer.measure(subjects, samples).items()}
+    call, name = checked_launch(case, settings)
+    program = _runtime.operator("fused_router").programs[name]
+    subjects = {"chord": Subject(graphed(call), "span", len(program.kernels)), **_peers(cell, case, sglang)}
+    times = {who: summarize(values) for who, values in timer.measure(subjects, samples).items()}
     ours = times.pop("chord")
     arch = _runtime.architecture(case.logits.device.index)
-    build = _runtime.registry().manifest.operators["fused_router"].programs[program].builds[arch]
     return Row(
         scenario=cell.scenario,
         tokens=cell.tokens,
         block_m=cell.block_m,
-        program=program,
-        cubin_sha256=build.cubin_sha256,
+        program=name,
+        cubin_sha256=program.builds[arch].cubin_sha256,
         samples=samples,
         us=ours.median,
         p10=ours.p10,
@@ -109,14 +109,10 @@ def cell_case(cell: Cell) -> RouterCase:
     return normal_case(cell.tokens, cell.num_experts, cell.dtype, device, seed=cell.block_m)
 
 
-def checked_launch(
-    case: RouterCase, settings: Settings, program: str | None = None
-) -> tuple[Callable[[], object], str]:
+def checked_launch(case: RouterCase, settings: Settings) -> tuple[Callable[[], object], str]:
     """(prepared launch, its program's name), after its result was compared with the reference."""
     buffers = poisoned_buffers(case, settings)
-    prepared = prepare_fused_router(
-        case.logits, case.bias, top_k=case.top_k, **settings._asdict(), **buffers._asdict(), program=program
-    )
+    prepared = prepared_on(case, settings, buffers)
     prepared()
     problems = router_problems(case, settings, buffers)
     if problems:

@@ -1,11 +1,7 @@
-"""`python -m chord.checks [--tiny] [--only PATTERN]`: qualifies the current GPU and prints a line per program.
+"""`python -m chord.checks [--tiny] [--only PATTERNS] [--counts N,N]`: qualifies the current GPU, a line per program.
 
-With --tiny the inputs suit a sanitizer, which need not look at torch's kernels:
-
-    compute-sanitizer --tool memcheck --kernel-name kernel_substring=fused_router python -m chord.checks --tiny
-    compute-sanitizer --tool racecheck --kernel-name kernel_substring=fused_router python -m chord.checks --tiny
-    compute-sanitizer --tool racecheck --kernel-name kernel_substring=w4a16 python -m chord.checks --tiny --only 'moe*'
-    compute-sanitizer --tool synccheck --kernel-name kernel_substring=route_plan python -m chord.checks --tiny
+With --tiny the inputs suit a sanitizer: they are made and judged on the host, and hardly a kernel but chord's runs.
+scripts/sanitize.sh runs compute-sanitizer over every arm this way.
 """
 
 from __future__ import annotations
@@ -20,17 +16,22 @@ from chord.checks.qualify_w4a16 import qualify_w4a16
 
 
 def main() -> int:
-    """0 when every program passed."""
+    """0 when every program passed, 1 when one failed or none was meant."""
     parser = argparse.ArgumentParser(prog="python -m chord.checks", description="Check every program on this GPU.")
     parser.add_argument("--tiny", action="store_true", help="inputs small enough for compute-sanitizer")
-    parser.add_argument("--only", default="*", help="shell pattern of program names; route_plan names its operator")
+    parser.add_argument("--only", default="*", help="shell patterns of program names, separated by commas")
+    parser.add_argument("--counts", type=_counts, help="numbers of router tokens, separated by commas")
     options = parser.parse_args()
     device = torch.cuda.current_device()
-    verdicts = qualify_router(device, tiny=options.tiny, only=options.only, progress=_show)
+    verdicts = qualify_router(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
     verdicts += qualify_w4a16(device, tiny=options.tiny, only=options.only, progress=_show)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     print(f"{len(verdicts)} programs, {failed} failed")
-    return 1 if failed else 0
+    return 1 if failed or not verdicts else 0
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def _show(verdict: Verdict) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 
 from chord import _runtime
-from chord.checks.qualify import Verdict
-from chord.checks.w4a16 import ROUTINGS, Expected, checkpoint, gemm_case, gemm_problems, on_host
+from chord.checks.qualify import Verdict, matches
+from chord.checks.w4a16 import ROUTINGS, Expected, checkpoint, gemm_case, gemm_problems, placed
 from chord.w4a16 import layout, pack_w4a16, unpack_w4a16
 from chord.w4a16.layout import WeightShape
 
@@ -38,6 +37,7 @@ LOADS = (
 )
 TINY_LOADS = (Load(WeightShape(3, 64, 64), 4, 2, 8), Load(WeightShape(5, 320, 320, gated=True), 21, 4, 16))
 """Small enough for a sanitizer."""
+TINY_ROUTINGS = ("random", "remote")
 
 
 def qualify_w4a16(
@@ -49,7 +49,8 @@ def qualify_w4a16(
 ) -> list[Verdict]:
     """Runs every moe_w4a16 program that was built for the device, then the packers; nothing without them.
 
-    tiny: small inputs, judged on the host. only: a shell pattern that a program's name must match.
+    tiny: small inputs, made and judged on the host. only: shell patterns, separated by commas, of which a program's
+    name must match one.
     """
     arch = _runtime.architecture(device)
     place = torch.device("cuda", device)
@@ -68,7 +69,7 @@ def qualify_w4a16(
 def _programs(operator: str, arch: str, only: str) -> list[str]:
     if operator not in _runtime.registry().manifest.operators:
         return []
-    return [name for name in _runtime.registry().programs(operator, arch) if fnmatchcase(name, only)]
+    return [name for name in _runtime.registry().programs(operator, arch) if matches(name, only)]
 
 
 def _gemm_problems(
@@ -77,9 +78,10 @@ def _gemm_problems(
     """Problems by program and case. The programs take turns on each case, whose exact result is worked out once."""
     found: dict[str, list[list[str]]] = {name: [] for name in programs}
     for load in loads if programs else ():
-        for place, routing in enumerate(ROUTINGS):
-            case = gemm_case(*load, routing, device, weighted=place % 2 == 1)
-            expected = Expected.of(on_host(case) if tiny else case)
+        for place, routing in enumerate(TINY_ROUTINGS if tiny else ROUTINGS):
+            case = gemm_case(*load, routing, torch.device("cpu") if tiny else device, weighted=place % 2 == 1)
+            expected = Expected.of(case)
+            case = placed(case, device)
             for name in programs:
                 label = f"{load} {routing}"
                 found[name].append([f"{label}: {problem}" for problem in gemm_problems(case, expected, name)])
@@ -90,9 +92,10 @@ def _packer_problems(packers: list[str], unpackers: list[str], device: torch.dev
     """The packers as they are routed, from words and from plain codes, against torch's own packing."""
     found: dict[str, list[list[str]]] = {name: [] for name in (*packers, *unpackers)}
     for shape in (load.shape for load in TINY_LOADS if found):
-        words, scales = checkpoint(shape, device)
-        want = layout.pack(words.cpu(), scales.cpu(), gated=shape.gated)
-        plain = layout.codes_from_words(words).to(torch.int32)
+        words, scales = checkpoint(shape, torch.device("cpu"))
+        want = layout.pack(words, scales, gated=shape.gated)
+        plain = layout.codes_from_words(words).to(device, torch.int32)
+        words, scales = words.to(device), scales.to(device)
         for name in packers:
             found[name] += [
                 _differs(f"{shape} from {what}", pack_w4a16(codes, scales, gated=shape.gated).data, want)

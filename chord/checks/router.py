@@ -4,14 +4,25 @@ write.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from chord import _runtime
-from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poisoned_plan, same_bits
+from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poison, poisoned_plan, same_bits
+from chord.checks.graphs import graphed
 from chord.checks.inputs import RouterCase
-from chord.router import RoutePlan, fused_router, launch, max_route_blocks, prepare_fused_router, route_plan
+from chord.router import (
+    PreparedFusedRouter,
+    RoutePlan,
+    fused_router,
+    launch,
+    max_route_blocks,
+    prepare_fused_router,
+    route_plan,
+    workspaces,
+)
 from chord.router.experts import resolve_local_experts
 from chord.router.plan import empty_route_plan
 
@@ -64,16 +75,6 @@ def poisoned_buffers(case: RouterCase, settings: Settings, spare: int = SPARE_BL
     )
 
 
-def on_host(case: RouterCase, settings: Settings, written: Buffers) -> tuple[RouterCase, Settings, Buffers]:
-    """Copies in the host's memory, to be judged there: under a sanitizer each further kernel costs seconds."""
-    local = settings.local_experts
-    return (
-        case._replace(logits=case.logits.cpu(), bias=case.bias.cpu()),
-        settings._replace(local_experts=local.cpu() if isinstance(local, torch.Tensor) else local),
-        Buffers(written.topk_weights.cpu(), written.topk_ids.cpu(), RoutePlan(*(t.cpu() for t in written.plan))),
-    )
-
-
 def router_problems(case: RouterCase, settings: Settings, written: Buffers) -> list[str]:
     """Everything that is wrong with the outputs of a call on poisoned buffers."""
     problems = check_ids(written.topk_ids, case.logits, case.bias)
@@ -93,22 +94,58 @@ def router_problems(case: RouterCase, settings: Settings, written: Buffers) -> l
     return problems
 
 
+def prepared_on(
+    case: RouterCase, settings: Settings, buffers: Buffers, program: str | None = None
+) -> PreparedFusedRouter:
+    """The routed program, or the named one, bound to a case and to outputs."""
+    return prepare_fused_router(
+        case.logits, case.bias, top_k=case.top_k, **settings._asdict(), **buffers._asdict(), program=program
+    )
+
+
 def run_prepared(case: RouterCase, settings: Settings, program: str | None = None, launches: int = 1) -> Buffers:
     """Outputs of a prepared launch on poisoned buffers, launched so many times."""
     buffers = poisoned_buffers(case, settings)
-    prepared = prepare_fused_router(
-        case.logits,
-        case.bias,
-        top_k=case.top_k,
-        **settings._asdict(),
-        plan=buffers.plan,
-        topk_weights=buffers.topk_weights,
-        topk_ids=buffers.topk_ids,
-        program=program,
-    )
+    prepared = prepared_on(case, settings, buffers, program)
     for _ in range(launches):
         prepared()
     return buffers
+
+
+def run_graphed(case: RouterCase, settings: Settings, program: str | None = None) -> Buffers:
+    """Outputs of a CUDA graph's replay on buffers that were poisoned after the capture."""
+    buffers = poisoned_buffers(case, settings)
+    replay = graphed(prepared_on(case, settings, buffers, program))
+    buffers.topk_weights.fill_(float("nan"))
+    buffers.topk_ids.fill_(POISON)
+    poison(buffers.plan)
+    replay()
+    return buffers
+
+
+def run_from_host(
+    case: RouterCase, settings: Settings, device: torch.device, program: str | None = None, launches: int = 1
+) -> Buffers:
+    """`run_prepared` for a case in the host's memory, where the outputs lie as well; no kernels but the program's.
+
+    Under a sanitizer each further kernel costs seconds, and what a kernel that is not watched has written counts as
+    never written.
+    """
+    buffers = poisoned_buffers(case, settings)
+    local, count = resolve_local_experts(settings.local_experts, case.logits.shape[1], case.logits.device)
+    if local is not None:
+        settings = settings._replace(local_experts=local.to(device), num_local_experts=count)
+    case = case._replace(logits=case.logits.to(device), bias=case.bias.to(device))
+    written = _moved(buffers, device)
+    prepared = prepared_on(case, settings, written, program)
+    for _ in range(launches):
+        prepared()
+    return _moved(written, torch.device("cpu"))
+
+
+def _moved(buffers: Buffers, device: torch.device) -> Buffers:
+    plan = RoutePlan(*(tensor.to(device) for tensor in buffers.plan))
+    return Buffers(buffers.topk_weights.to(device), buffers.topk_ids.to(device), plan)
 
 
 def run_eager(case: RouterCase, settings: Settings) -> Buffers:
@@ -142,6 +179,23 @@ def check_route_plan(
     return [f"{label}: {problem}" for problem in check_plan(plan, topk_ids, num_experts, block_m, expert_map)]
 
 
+def run_route_plan_from_host(
+    topk_ids: torch.Tensor, num_experts: int, block_m: int, device: torch.device, program: str
+) -> list[str]:
+    """What is wrong with a plan that the named program makes of ids in the host's memory; no kernels but its own."""
+    plan = spacious_plan(topk_ids.shape[0], topk_ids.shape[1], num_experts, block_m, topk_ids.device)
+    ids, placed = topk_ids.to(device), RoutePlan(*(tensor.to(device) for tensor in plan))
+    problem: launch.Problem = {"num_pairs": ids.numel(), "block_m": block_m}
+    loaded = launch.load("route_plan", device.index, problem, program)
+    workspace = workspaces.new(device.index, loaded.workspace_bytes, loaded.workspace_zeroed)
+    values = launch.plan_values(ids, num_experts, block_m, None, placed) | {"workspace": workspace.data_ptr()}
+    named = dict(zip(loaded.arguments, loaded.pick(values), strict=True))
+    loaded.kernel.prepare(named, stream=_runtime.stream_provider(device.index))()
+    written = RoutePlan(*(tensor.cpu() for tensor in placed))
+    label = f"{program} {tuple(ids.shape)} experts {num_experts} block_m {block_m}"
+    return [f"{label}: {problem}" for problem in check_plan(written, topk_ids, num_experts, block_m)]
+
+
 def candidates(case: RouterCase, settings: Settings) -> list[str]:
     """Names of all programs with a build for the case's GPU that admit it, routed or not, sorted."""
     problem = launch.router_problem(case.logits, case.top_k, settings.block_m)
@@ -156,25 +210,35 @@ def routed_program(case: RouterCase, settings: Settings) -> str:
     return _runtime.registry().lookup("fused_router", arch, problem).program_name
 
 
-def compare_programs(case: RouterCase, settings: Settings) -> list[str]:
-    """Runs a case through every program that admits it: each result right, and all of them bitwise the same."""
-    problems, first, first_name = [], None, ""
-    for name in candidates(case, settings):
+def compare_programs(case: RouterCase, settings: Settings, programs: Sequence[str] | None = None) -> list[str]:
+    """Runs a case through every program that admits it, or the named ones: each result right, and all of them
+    bitwise the same. Once one was compared with the reference and right, equal bits prove the others right.
+    """
+    problems: list[str] = []
+    right: Buffers | None = None
+    for name in candidates(case, settings) if programs is None else programs:
         written = run_prepared(case, settings, name)
-        problems += [f"{case.name} {name}: {problem}" for problem in router_problems(case, settings, written)]
-        if first is None:
-            first, first_name = written, name
-        problems += [
-            f"{case.name}: {name} and {first_name} differ in the bits of {field}"
-            for field, mine, theirs in zip(
-                ("topk_weights", "topk_ids", *RoutePlan._fields),
-                (written.topk_weights, written.topk_ids, *written.plan),
-                (first.topk_weights, first.topk_ids, *first.plan),
-                strict=True,
-            )
-            if not same_bits(mine, theirs)
-        ]
+        found = verdict(case, settings, written, right)
+        problems += [f"{case.name} {name}: {problem}" for problem in found]
+        if right is None and not found:
+            right = written
     return problems
+
+
+def verdict(case: RouterCase, settings: Settings, written: Buffers, right: Buffers | None) -> list[str]:
+    """What is wrong with outputs: by their bits where outputs that are `right` are known, else by the reference."""
+    if right is None:
+        return router_problems(case, settings, written)
+    return [
+        f"the bits of {field} differ from those of a program that was right"
+        for field, mine, theirs in zip(
+            ("topk_weights", "topk_ids", *RoutePlan._fields),
+            (written.topk_weights, written.topk_ids, *written.plan),
+            (right.topk_weights, right.topk_ids, *right.plan),
+            strict=True,
+        )
+        if not same_bits(mine, theirs)
+    ]
 
 
 def _described(settings: Settings) -> str:

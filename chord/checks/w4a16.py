@@ -124,10 +124,18 @@ def gemm_case(
     return GemmCase(x, words, scales, packed, plan, row_weight, expert_of, top_k, block_m)
 
 
-def on_host(case: GemmCase) -> GemmCase:
-    """The case in the host's memory, for Expected.of: under a sanitizer each further kernel costs seconds."""
-    weight = None if case.row_weight is None else case.row_weight.cpu()
-    return case._replace(x=case.x.cpu(), words=case.words.cpu(), scales=case.scales.cpu(), row_weight=weight)
+def placed(case: GemmCase, device: torch.device) -> GemmCase:
+    """The case with everything that a program reads on a device; copies alone, no kernels."""
+    if case.x.device == device:
+        return case
+    return case._replace(
+        x=case.x.to(device),
+        words=case.words.to(device),
+        scales=case.scales.to(device),
+        packed=case.packed.to(device),
+        plan=BlockPlan(*(tensor.to(device) for tensor in case.plan)),
+        row_weight=None if case.row_weight is None else case.row_weight.to(device),
+    )
 
 
 def run_program(case: GemmCase, program: str, out: torch.Tensor, plan: BlockPlan | None = None) -> None:

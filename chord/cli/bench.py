@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chord.cli._output import Json, console, print_json
+from chord.cli._output import Json, console, errors, print_json
 from chord.errors import ChordError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from chord.bench.results import Results, Row
     from chord.checks.qualify import Verdict
+    from chord.tune.tuning import Tuning
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results file.")]
 Commit = Annotated[
     str | None, typer.Option("--commit", help="Commit of the code that is measured, where git cannot tell.")
+]
+LimitS = Annotated[
+    float | None, typer.Option("--limit-s", help="Stop after so many seconds, with what is measured by then.")
 ]
 
 
@@ -98,27 +104,37 @@ def bench_docs(
 def tune_router(
     out: Out = Path("bench/results"),
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 41,
+    experts: Annotated[
+        list[int] | None, typer.Option("--experts", help="896 or 384; repeatable; default both.")
+    ] = None,
+    block_m: Annotated[
+        list[int] | None, typer.Option("--block-m", help="8, 16, or any other for all of 24 to 256; repeatable.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Tune up to so many tokens; routes beyond stay.")
+    ] = None,
+    limit_s: LimitS = None,
     commit: Commit = None,
 ) -> None:
     """Time every router arm at every size and write the routes into the registry; then run `chord build`."""
     _require_tuning()
-    from chord.tune.router import tune, write_tuned
+    from chord.tune.router import Part, tune
 
-    results, tuned = tune(samples=samples, commit=commit, progress=_print_row)
-    console().print(f"routes written; measurements in {write_tuned(results, tuned, out)}; now run chord build")
+    part = Part(tuple(experts or ()), tuple(block_m or ()), max_tokens)
+    _hand_over(tune(part, samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=_saver(out)), out)
 
 
 def tune_w4a16(
     out: Out = Path("bench/results"),
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 41,
+    limit_s: LimitS = None,
     commit: Commit = None,
 ) -> None:
     """Time every W4A16 arm at every size and write the routes into the registry; then run `chord build`."""
     _require_tuning()
-    from chord.tune.w4a16 import tune, write_tuned
+    from chord.tune.w4a16 import tune
 
-    results, routes = tune(samples=samples, commit=commit, progress=_print_row)
-    console().print(f"routes written; measurements in {write_tuned(results, routes, out)}; now run chord build")
+    _hand_over(tune(samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=_saver(out)), out)
 
 
 def qualify(
@@ -166,6 +182,29 @@ def _require_gpu() -> None:
         raise ChordError("this command needs torch: pip install 'chord-registry[torch]'") from None
     if not torch.cuda.is_available():
         raise ChordError("this command needs a CUDA device, torch sees none; `chord doctor` says what is there")
+
+
+def _saver(folder: Path) -> Callable[[Results], None]:
+    """Writes results as they come, so that nothing is lost with the process."""
+    from chord.bench.results import write
+    from chord.tune.tuning import results_path
+
+    return lambda results: write(results, results_path(results, folder))
+
+
+def _hand_over(tuning: Tuning, folder: Path) -> None:
+    """Write what a tuner found and say what it left out; exit 1 when the GPU was lost."""
+    from chord.tune.tuning import write_tuned
+
+    path = write_tuned(tuning, folder)
+    for problem in tuning.problems:
+        errors().print(problem, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if tuning.stopped:
+        errors().print(f"ended early: {tuning.stopped}", style="red", markup=False, highlight=False, soft_wrap=True)
+    said = "routes written, now run chord build" if tuning.boxes else "no routes written"
+    console().print(f"{said}; {len(tuning.results.rows)} rows in {path}", highlight=False, soft_wrap=True)
+    if tuning.lost:
+        raise typer.Exit(1)
 
 
 def _write(results: Results, folder: Path) -> None:

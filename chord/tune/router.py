@@ -2,131 +2,195 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from chord import _paths, _runtime
-from chord.bench.results import Results, Row, describe_run, file_name, write
-from chord.bench.router import METHOD, checked_launch
-from chord.bench.stats import summarize
-from chord.bench.timing import ColdTimer, Subject, graphed
+from chord import _runtime
+from chord.bench.results import Results, Row, describe_run
+from chord.bench.router import METHOD
+from chord.bench.stats import Summary
+from chord.bench.timing import ColdTimer, Subject
+from chord.checks.graphs import graphed
 from chord.checks.inputs import SELECTIONS, RouterCase, normal_case
-from chord.checks.router import Settings, candidates
+from chord.checks.router import Buffers, Settings, candidates, poisoned_buffers, prepared_on, verdict
 from chord.registry.schema import Program
 from chord.router.validate import MAX_TOKENS
-from chord.tune.routes import Interval, choose
-from chord.tune.table import Box, write_routes
+from chord.tune import sweep
+from chord.tune.table import Box
+from chord.tune.tuning import Tuning
 
 TOKEN_COUNTS = (
     *(1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 48, 64, 96, 128, 192, 256, 300, 384, 512, 640, 768, 1024, 1280, 1536),
     *(1792, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 32768, 65536),
 )
-BLOCK_M_CLASSES = ((8, 8, 8), (16, 16, 16), (24, 256, 64))
-"""First and last block_m of a class, and the one that is measured for it."""
 
 
-class Tuned(NamedTuple):
-    """Routes of one combination of experts and block_m class, and the times behind them."""
+class BlockClass(NamedTuple):
+    """Values of block_m that share their routes."""
 
-    num_experts: int
-    block_m: tuple[int, int]
-    intervals: list[Interval]
+    first: int
+    last: int
+    measured: int
+    thin: bool
+    """At fewer counts: it has programs like those of another class, so that its times differ little."""
+
+
+BLOCK_M_CLASSES = (BlockClass(8, 8, 8, False), BlockClass(16, 16, 16, True), BlockClass(24, 256, 64, False))
+
+
+class Part(NamedTuple):
+    """What is tuned; the routes of everything else stay. experts, block_m: none for all."""
+
+    experts: tuple[int, ...] = ()
+    block_m: tuple[int, ...] = ()
+    """A class of BLOCK_M_CLASSES is tuned when it holds one of these."""
+    max_tokens: int | None = None
+
+    def classes(self) -> list[tuple[int, BlockClass]]:
+        """(experts, class of block_m) in the order of measurement. Raises ValueError for what is in none."""
+        known = [experts for experts, _ in SELECTIONS]
+        if not set(self.experts) <= set(known):
+            raise ValueError(f"experts: expected some of {known}, got {sorted(set(self.experts).difference(known))}")
+        if any(block_m not in range(8, 257, 8) for block_m in self.block_m):
+            raise ValueError(f"block_m: expected multiples of 8 up to 256, got {list(self.block_m)}")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
+            raise ValueError(f"max_tokens: expected 1 to {MAX_TOKENS}, got {self.max_tokens}")
+        return [
+            (experts, blocks)
+            for experts in known
+            for blocks in BLOCK_M_CLASSES
+            if not self.experts or experts in self.experts
+            if not self.block_m or any(blocks.first <= block_m <= blocks.last for block_m in self.block_m)
+        ]
 
 
 def tune(
+    part: Part = Part(),  # noqa: B008 - it is immutable
     *,
-    token_counts: Sequence[int] = TOKEN_COUNTS,
     hysteresis: float = 0.03,
     samples: int = 41,
-    steady_ms: int = 30,
+    steady_ms: int = 10,
+    limit_s: float | None = None,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
-) -> tuple[Results, list[Tuned]]:
+    save: Callable[[Results], None] = lambda results: None,
+) -> Tuning:
     """Times the sweep with float32 logits; the routes hold for bfloat16 as well, whose programs differ in the load
-    only.
+    only. Each result row is a program; its scenario is "tune_k3" or "tune_k2".
 
-    Each result row is a program; its scenario is "tune_k3" or "tune_k2". Raises RuntimeError for a wrong result.
+    A program that is wrong or cannot run is left out and named. `limit_s`, an interruption or a lost GPU end the sweep
+    after the last count; what was measured stays. save is called after each count. Raises ValueError for no such part.
     """
-    results = describe_run("router", METHOD, "read", steady_ms, {}, commit)
-    timer = ColdTimer(steady_ms)
-    tuned = []
-    for num_experts, _ in SELECTIONS:
-        for first, last, measured in BLOCK_M_CLASSES:
-            sweep = _Sweep(num_experts, measured)
-            for tokens in token_counts:
-                for row in sweep.measure(tokens, timer, samples):
-                    results.rows.append(row)
-                    progress(row)
-            tuned.append(Tuned(num_experts, (first, last), sweep.intervals(hysteresis)))
-    return results, tuned
-
-
-def write_tuned(results: Results, tuned: Sequence[Tuned], folder: Path, table: Path | None = None) -> Path:
-    """Writes the results file into `folder` and the routes into the table. Returns the results file's path.
-
-    The table is registry/fused_router.toml unless named; `chord build` then checks it and renews the manifest.
-    """
-    path = folder / file_name(results).replace("-router.json", "-router-tune.json")
-    write(results, path)
+    classes, counts = part.classes(), sweep.up_to(TOKEN_COUNTS, part.max_tokens)
+    budget = sweep.Budget(limit_s)
     arch = _runtime.architecture(torch.cuda.current_device())
-    note = f"measured on {results.gpu}, {results.date}, bench/results/{path.name}"
-    boxes = [Box({"block_m": entry.block_m}, {"num_experts": [entry.num_experts]}, entry.intervals) for entry in tuned]
-    write_routes(table or _paths.registry_dir() / "fused_router.toml", arch, boxes, note)
-    return path
+    results = describe_run("router", METHOD + sweep.METHOD, "read", steady_ms, {}, commit)
+    tuning = Tuning("fused_router", arch, results)
+    timer = ColdTimer(steady_ms)
+    try:
+        for num_experts, blocks in classes:
+            bench = RouterBench(num_experts, blocks.measured, timer, samples)
+            label = f"{num_experts} experts, block_m {blocks.measured}: "
+            report = partial(_report, tuning.problems, label)
+            measured = sweep.Sweep(sweep.thin(counts) if blocks.thin else counts, bench, report)
+            for tokens in measured.counts:
+                if budget.spent():
+                    tuning.stopped = "the time limit is over"
+                    return tuning
+                for arm, summary in measured.measure(tokens).items():
+                    results.rows.append(bench.row(tokens, arm, summary, arch))
+                    progress(results.rows[-1])
+                save(results)
+            try:
+                intervals = measured.intervals(0, part.max_tokens or MAX_TOKENS, hysteresis)
+            except ValueError as error:
+                report(f"no routes, {error}")
+            else:
+                where = {"block_m": (blocks.first, blocks.last)}
+                tuning.boxes.append(Box(where, {"num_experts": [num_experts]}, intervals))
+    except KeyboardInterrupt:
+        tuning.stopped = "interrupted"
+    except sweep.GpuLostError as error:
+        tuning.stopped, tuning.lost = str(error), True
+    return tuning
 
 
-class _Sweep:
-    """Times of all arms for one expert count and block_m."""
+def _report(problems: list[str], label: str, problem: str) -> None:
+    problems.append(label + problem)
 
-    def __init__(self, num_experts: int, block_m: int) -> None:
-        self.num_experts = num_experts
-        self.settings = Settings(block_m)
-        self.general: dict[int, dict[str, float]] = {}
-        self.exact: dict[int, dict[str, float]] = {}
-        self.limits: dict[str, int] = {}
 
-    def measure(self, tokens: int, timer: ColdTimer, samples: int) -> Iterator[Row]:
-        """One row per arm that admits the count."""
+class RouterBench:
+    """The router's arms on the present GPU, for one expert count and block_m."""
+
+    def __init__(self, num_experts: int, block_m: int, timer: ColdTimer, samples: int) -> None:
+        self._num_experts = num_experts
+        self._settings = Settings(block_m)
+        self._timer = timer
+        self._samples = samples
+        self._case: RouterCase | None = None
+        self._names: dict[str, str] = {}
+
+    def arms(self, count: int) -> Mapping[str, Program]:
+        """The program of each arm that admits a count, and makes the inputs for it."""
         device = torch.device("cuda", torch.cuda.current_device())
-        case = normal_case(tokens, self.num_experts, torch.float32, device, seed=self.settings.block_m)
-        programs = _runtime.registry().manifest.operators["fused_router"].programs
-        chosen = most_specific({name: programs[name] for name in candidates(case, self.settings)})
-        times = timer.measure({arm: self._subject(case, name) for arm, name in chosen.items()}, samples)
-        arch = _runtime.architecture(torch.cuda.current_device())
-        for arm, name in chosen.items():
-            summary = summarize(times[arm])
-            self._remember(tokens, arm, programs[name], summary.median)
-            yield Row(
-                scenario="tune_k3" if self.num_experts == SELECTIONS[0][0] else "tune_k2",
-                tokens=tokens,
-                block_m=self.settings.block_m,
-                program=name,
-                cubin_sha256=programs[name].builds[arch].cubin_sha256,
-                samples=samples,
-                us=summary.median,
-                p10=summary.p10,
-                p90=summary.p90,
-            )
+        self._case = normal_case(count, self._num_experts, torch.float32, device, seed=self._settings.block_m)
+        programs = _runtime.operator("fused_router").programs
+        self._names = most_specific({name: programs[name] for name in candidates(self._case, self._settings)})
+        return {arm: programs[name] for arm, name in self._names.items()}
 
-    def intervals(self, hysteresis: float) -> list[Interval]:
-        """Routes over the whole domain of num_tokens."""
-        return choose(self.general, self.exact, first=0, last=MAX_TOKENS, limits=self.limits, hysteresis=hysteresis)
+    def time(self, count: int, arms: Sequence[str]) -> tuple[Mapping[str, Sequence[float]], Mapping[str, str]]:
+        """The first arm that is right is held against the reference, the others against its bits."""
+        subjects: dict[str, Subject] = {}
+        problems: dict[str, str] = {}
+        right: Buffers | None = None
+        for arm in arms:
+            ready = partial(self._ready, arm, right)
+            done, problem = sweep.attempt(self._names[arm], ready, torch.cuda.synchronize)
+            if done is None:
+                problems[arm] = problem
+            else:
+                subjects[arm], outputs = done
+                right = right or outputs
+        if not subjects:
+            return {}, problems
+        names = " or ".join(self._names[arm] for arm in subjects)
+        measure = partial(self._timer.measure, subjects, self._samples)
+        times, problem = sweep.attempt(names, measure, torch.cuda.synchronize)
+        if times is None:
+            raise sweep.NotTimedError(problem)
+        return times, problems
 
-    def _subject(self, case: RouterCase, program: str) -> Subject:
-        call, _ = checked_launch(case, self.settings, program)
-        return Subject(graphed(call), "span")
+    def row(self, count: int, arm: str, summary: Summary, arch: str) -> Row:
+        """An arm's row for the results, of the count that was timed last."""
+        name = self._names[arm]
+        build = _runtime.operator("fused_router").programs[name].builds[arch]
+        return Row(
+            scenario="tune_k3" if self._num_experts == SELECTIONS[0][0] else "tune_k2",
+            tokens=count,
+            block_m=self._settings.block_m,
+            program=name,
+            cubin_sha256=build.cubin_sha256,
+            samples=summary.samples,
+            us=summary.median,
+            p10=summary.p10,
+            p90=summary.p90,
+        )
 
-    def _remember(self, tokens: int, arm: str, program: Program, us: float) -> None:
-        if program.num_tokens is not None:
-            self.exact.setdefault(tokens, {})[arm] = us
-            return
-        self.general.setdefault(tokens, {})[arm] = us
-        limit = program.limit("num_tokens")
-        if limit is not None:
-            self.limits[arm] = limit
+    def _ready(self, arm: str, right: Buffers | None) -> tuple[Subject, Buffers]:
+        """(what is timed, outputs that were right). Raises ValueError for wrong ones."""
+        assert self._case is not None  # noqa: S101 - arms() made it
+        name = self._names[arm]
+        buffers = poisoned_buffers(self._case, self._settings)
+        prepared = prepared_on(self._case, self._settings, buffers, name)
+        prepared()
+        problems = verdict(self._case, self._settings, buffers, right)
+        if problems:
+            raise ValueError(f"{name} is wrong: {'; '.join(problems[:3])}")
+        kernels = len(_runtime.operator("fused_router").programs[name].kernels)
+        return Subject(graphed(prepared), "span", kernels), buffers
 
 
 def most_specific(programs: dict[str, Program]) -> dict[str, str]:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from chord import _paths, _runtime
-from chord.bench.results import Results, Row, describe_run, file_name, write
+from chord import _runtime
+from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import geometric_mean, summarize
-from chord.bench.timing import EventTimer
-from chord.bench.w4a16 import BLOCK_M, METHOD, SHAPES, TOP_K, Cell, Weights, checked_launch, draw_work, make_weights
+from chord.bench.timing import EventTimer, TimelineError
+from chord.bench.w4a16 import (
+    BLOCK_M,
+    METHOD,
+    SHAPES,
+    TOP_K,
+    Cell,
+    Weights,
+    checked_launch,
+    draw_work,
+    make_weights,
+)
+from chord.bench.w4a16_peers import Work
+from chord.checks.compare import same_bits
+from chord.router import route_plan
 from chord.tune.routes import Interval, choose
-from chord.tune.table import Box, write_routes
+from chord.tune.sweep import Budget, GpuLostError, attempt
+from chord.tune.table import Box
+from chord.tune.tuning import Tuning
+from chord.w4a16 import PreparedMoeW4A16, prepare_moe_w4a16
 from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR
 
 EXPERT_ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384)
@@ -29,28 +45,59 @@ def tune(
     expert_rows: Sequence[int] = EXPERT_ROWS,
     hysteresis: float = 0.02,
     samples: int = 41,
-    steady_ms: int = 50,
+    steady_ms: int = 20,
+    limit_s: float | None = None,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
-) -> tuple[Results, list[Interval]]:
+    save: Callable[[Results], None] = lambda results: None,
+) -> Tuning:
     """Times the sweep with random routing. Each result row is a program on a shape; scenarios are "tune_<split>".
 
-    Raises RuntimeError for a wrong result.
+    A program that is wrong or cannot run is left out and named. `limit_s`, an interruption or a lost GPU end the sweep
+    after the last measured size, without routes, which need every shape. save is called after each size.
     """
     results = describe_run("w4a16", METHOD, "read", steady_ms, {}, commit)
-    timer = EventTimer(steady_ms)
+    tuning = Tuning(OPERATOR, _runtime.architecture(torch.cuda.current_device()), results)
     times: dict[int, dict[str, list[float]]] = {rows: {} for rows in expert_rows}
+    wrong: set[str] = set()
+    try:
+        for found in _sweep(expert_rows, EventTimer(steady_ms), samples, Budget(limit_s), tuning, wrong):
+            for arm, row in found.items():
+                times[row.rows_per_expert or 0].setdefault(arm, []).append(row.us)
+                results.rows.append(row)
+                progress(row)
+            save(results)
+        if not tuning.stopped:
+            for arms in times.values():
+                for arm in wrong.intersection(arms):
+                    del arms[arm]
+            tuning.boxes.append(Box({}, {}, intervals(times, hysteresis)))
+    except KeyboardInterrupt:
+        tuning.stopped = "interrupted"
+    except GpuLostError as error:
+        tuning.stopped, tuning.lost = str(error), True
+    except ValueError as error:
+        tuning.problems.append(f"no routes, {error}")
+    return tuning
+
+
+def _sweep(
+    expert_rows: Sequence[int], timer: EventTimer, samples: int, budget: Budget, tuning: Tuning, wrong: set[str]
+) -> Iterator[dict[str, Row]]:
+    """Rows by arm for each size of each shape. An arm once wrong joins `wrong` and is not run again."""
     for scenario in SCENARIOS:
         for proj, shape in SHAPES[scenario].items():
             weights = make_weights(shape)
             for rows in expert_rows:
+                if budget.spent():
+                    tuning.stopped = "the time limit is over"
+                    return
                 cell = Cell(scenario, proj, tokens_for(rows, shape.experts))
-                for arm, row in _measure(cell, rows, weights, timer, samples).items():
-                    times[rows].setdefault(arm, []).append(row.us)
-                    results.rows.append(row)
-                    progress(row)
+                try:
+                    yield _measure(cell, rows, weights, timer, samples, wrong, tuning.problems)
+                except TimelineError as error:
+                    tuning.problems.append(f"{cell} is left out: {error}")
             del weights  # before the next ones are made: both need not fit
-    return results, intervals(times, hysteresis)
 
 
 def tokens_for(expert_rows: int, experts: int) -> int:
@@ -68,27 +115,35 @@ def intervals(times: Times, hysteresis: float) -> list[Interval]:
     return choose(general, {}, first=0, last=MAX_EXPERT_ROWS, limits={}, hysteresis=hysteresis)
 
 
-def write_tuned(results: Results, routes: Sequence[Interval], folder: Path, table: Path | None = None) -> Path:
-    """Writes the results file into `folder` and the routes into the table. Returns the results file's path.
-
-    The table is registry/moe_w4a16.toml unless named; `chord build` then checks it and renews the manifest.
-    """
-    path = folder / file_name(results).replace("-w4a16.json", "-w4a16-tune.json")
-    write(results, path)
-    arch = _runtime.architecture(torch.cuda.current_device())
-    note = f"measured on {results.gpu}, {results.date}, bench/results/{path.name}"
-    write_routes(table or _paths.registry_dir() / f"{OPERATOR}.toml", arch, [Box({}, {}, routes)], note)
-    return path
-
-
-def _measure(cell: Cell, rows: int, weights: Weights, timer: EventTimer, samples: int) -> dict[str, Row]:
-    """A row by arm, the arms in turn on one routing."""
+def _measure(
+    cell: Cell,
+    rows: int,
+    weights: Weights,
+    timer: EventTimer,
+    samples: int,
+    wrong: set[str],
+    problems: list[str],
+) -> dict[str, Row]:
+    """A row by arm, the arms in turn on one routing. Arms that turn out wrong join those that are not run."""
     work = draw_work(cell)
     arch = _runtime.architecture(work.x.device.index)
     programs = _runtime.registry().programs(OPERATOR, arch)
-    calls: dict[str, Callable[[], object]] = {name: checked_launch(work, weights, name).launch for name in programs}
+    calls: dict[str, Callable[[], object]] = {}
+    right: dict[str, torch.Tensor] = {}
+    for name, program in programs.items():
+        if program.arm in wrong:
+            continue
+        loop = str(program.constants["loop"])
+        ready = partial(_ready, work, weights, name, right.get(loop))
+        prepared, problem = attempt(name, ready, torch.cuda.synchronize)
+        if prepared is None:
+            wrong.add(program.arm)
+            problems.append(f"{program.arm} is left out from {cell} on: {problem}")
+        else:
+            calls[name] = prepared.launch
+            right.setdefault(loop, prepared.out)
     found = {}
-    for name, values in timer.measure(calls, samples).items():
+    for name, values in timer.measure(calls, samples).items() if calls else ():
         summary = summarize(values)
         found[programs[name].arm] = Row(
             scenario=f"tune_{cell.scenario.partition('_')[0]}",
@@ -104,3 +159,19 @@ def _measure(cell: Cell, rows: int, weights: Weights, timer: EventTimer, samples
             p90=summary.p90,
         )
     return found
+
+
+def _ready(work: Work, weights: Weights, program: str, right: torch.Tensor | None) -> PreparedMoeW4A16:
+    """A checked launch: by its bits where the output of a program with the same loop was right, else by the reference.
+
+    Raises ValueError or RuntimeError for a wrong result.
+    """
+    if right is None:
+        return checked_launch(work, weights, program)
+    plan = route_plan(work.ids, work.shape.experts, BLOCK_M)
+    prepared = prepare_moe_w4a16(work.x, weights.packed, plan, top_k=work.top_k, block_m=BLOCK_M, program=program)
+    prepared.out.fill_(float("nan"))
+    prepared()
+    if not same_bits(prepared.out, right):
+        raise ValueError(f"{program} is wrong: its bits differ from those of a program with the same loop")
+    return prepared

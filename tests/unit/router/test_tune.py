@@ -8,6 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chord.build import tables, toolchain
+from chord.build.plan import plan_operator
+from chord.build.render import Renderer
+from chord.build.tree import Tree
 from chord.tune.routes import Interval, choose
 from chord.tune.table import Box, replace_routes
 
@@ -74,6 +78,16 @@ TABLE = textwrap.dedent("""\
     schema = 1
     operator = "fused_router"
 
+    [[axes]]
+    keys = ["num_experts", "top_k"]
+    choices = [[896, 16], [384, 8]]
+
+    [[axes]]
+    keys = ["block_m"]
+    first = 8
+    last = 256
+    step = 8
+
     [[arms]]
     name = "small"  # kept
 
@@ -84,21 +98,25 @@ TABLE = textwrap.dedent("""\
 
     [[routes]]
     archs = ["sm_90a"]
+    note = "old note"
     table = [[0, 5, "old"]]
     """)
 
 
+def routes(text):
+    return pytest.importorskip("tomllib").loads(text)["routes"]
+
+
 def test_routes_of_one_architecture_are_replaced():
-    tomllib = pytest.importorskip("tomllib")
     boxes = [
         Box({"block_m": (8, 8)}, {"num_experts": [896]}, [Interval(0, 0, "small"), Interval(1, 1048576, "large")]),
+        Box({"block_m": (8, 8)}, {"num_experts": [384]}, [Interval(0, 1048576, "large")]),
         Box({"block_m": (16, 256)}, {}, [Interval(0, 1048576, "large")]),
     ]
     text = replace_routes(TABLE, "sm_90a", boxes, "measured")
     assert text.startswith("# The router.\nschema = 1")
     assert "# kept" in text
-    rows = tomllib.loads(text)["routes"]
-    assert rows == [
+    assert routes(text) == [
         {"archs": ["sm_100a"], "block_m": [8, 8], "table": [[0, 100, "small"]]},
         {
             "archs": ["sm_90a"],
@@ -107,6 +125,74 @@ def test_routes_of_one_architecture_are_replaced():
             "only": {"num_experts": [896]},
             "table": [[0, 0, "small"], [1, 1048576, "large"]],
         },
+        {
+            "archs": ["sm_90a"],
+            "note": "measured",
+            "block_m": [8, 8],
+            "only": {"num_experts": [384]},
+            "table": [[0, 1048576, "large"]],
+        },
         {"archs": ["sm_90a"], "note": "measured", "block_m": [16, 256], "table": [[0, 1048576, "large"]]},
     ]
     assert replace_routes(text, "sm_90a", boxes, "measured") == text, "writing the same routes again changes nothing"
+
+
+def test_routes_beside_a_part_stay_and_are_cut_where_it_reaches_in():
+    boxes = [Box({"block_m": (16, 24)}, {"num_experts": [384]}, [Interval(0, 3, "new")])]
+    text = replace_routes(TABLE, "sm_90a", boxes, "measured")
+    assert routes(text) == [
+        {"archs": ["sm_90a", "sm_100a"], "block_m": [8, 8], "table": [[0, 100, "small"]]},
+        {"archs": ["sm_90a"], "note": "old note", "only": {"num_experts": [896]}, "table": [[0, 5, "old"]]},
+        {
+            "archs": ["sm_90a"],
+            "note": "old note",
+            "block_m": [8, 8],
+            "only": {"num_experts": [384]},
+            "table": [[0, 5, "old"]],
+        },
+        {
+            "archs": ["sm_90a"],
+            "note": "old note",
+            "block_m": [32, 256],
+            "only": {"num_experts": [384]},
+            "table": [[0, 5, "old"]],
+        },
+        {
+            "archs": ["sm_90a"],
+            "note": "old note",
+            "block_m": [16, 24],
+            "only": {"num_experts": [384]},
+            "table": [[4, 5, "old"]],
+        },
+        {
+            "archs": ["sm_90a"],
+            "note": "measured",
+            "block_m": [16, 24],
+            "only": {"num_experts": [384]},
+            "table": [[0, 3, "new"]],
+        },
+    ]
+
+
+@pytest.mark.parametrize(("arch", "most"), [("sm_90a", None), ("sm_103a", 64)])
+def test_any_part_of_the_routers_routes_can_be_replaced(tmp_path, arch, most):
+    """The builder accepts the table afterwards: every size has one program."""
+    tree = Tree.default()
+    source = tree.registry / "fused_router.toml"
+    renderer, pin = Renderer(tree.templates), toolchain.load(tree.toolchain)
+    last = most or 1048576
+    for part in (((896, (16, 16)),), ((384, (24, 256)), (896, (8, 8)))):
+        boxes = [
+            Box(
+                {"block_m": block_m},
+                {"num_experts": [experts]},
+                [Interval(0, 30, "small"), Interval(31, last, "general")],
+            )
+            for experts, block_m in part
+        ]
+        text = replace_routes(source.read_text(), arch, boxes, "a note")
+        path = tmp_path / "fused_router.toml"
+        path.write_text(text)
+        assert plan_operator(*tables.load(path), renderer, pin).routes[arch], "covered without gap or overlap"
+        rows = [row for row in routes(text) if row.get("note") == "a note"]
+        assert len(rows) == len(part)

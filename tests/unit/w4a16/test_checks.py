@@ -32,7 +32,7 @@ def program(monkeypatch):
 
 def problems(routing="remote", seed=0):
     case = w4a16.gemm_case(WeightShape(5, 320, 64, gated=True), 12, 2, 8, routing, CPU, weighted=True, seed=seed)
-    return list(w4a16.gemm_problems(case, w4a16.Expected.of(w4a16.on_host(case)), "p"))
+    return list(w4a16.gemm_problems(case, w4a16.Expected.of(w4a16.placed(case, CPU)), "p"))
 
 
 @pytest.mark.parametrize("routing", w4a16.ROUTINGS)
@@ -53,7 +53,7 @@ def test_faults_are_found(program):
 
 def test_every_program_meets_every_case(program):
     found = qualify_w4a16._gemm_problems(["p", "q"], qualify_w4a16.TINY_LOADS, CPU, tiny=True)
-    cases = len(qualify_w4a16.TINY_LOADS) * len(w4a16.ROUTINGS)
+    cases = len(qualify_w4a16.TINY_LOADS) * len(qualify_w4a16.TINY_ROUTINGS)
     assert {name: len(outcomes) for name, outcomes in found.items()} == {"p": cases, "q": cases}
     assert not any(problem for outcomes in found.values() for case in outcomes for problem in case)
     assert qualify_w4a16._gemm_problems([], qualify_w4a16.LOADS, CPU, tiny=False) == {}

@@ -1,0 +1,221 @@
+"""`python -m chord.checks.sanitize`: compute-sanitizer's four tools over every arm on the current GPU.
+
+A job is one tool over one arm in a process of its own: few small cases, and only chord's kernels instrumented. Jobs run
+side by side, each with a log; a table and the exit status say what they found. scripts/sanitize.sh sets this up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from chord.checks.qualify import TINY_LIMIT
+from chord.registry import Registry
+from chord.registry.schema import Operator, Program
+
+OPTIONS = {
+    "racecheck": ("--racecheck-report", "all"),
+    "memcheck": ("--padding", "64"),
+    "synccheck": (),
+    # torch zeroes a workspace by its own kernel, which initcheck must see; copies of untouched outputs are no fault
+    "initcheck": ("--check-api-memory-access", "no", "--kernel-name", "kernel_substring=FillFunctor"),
+}
+"""By tool, those that take longest first."""
+COMMON = ("--report-api-errors", "no", "--target-processes", "application-only", "--max-connections", "64")
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+"""A buffer of a pool has neighbours that belong to it: memcheck would take reads of them for legal."""
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+_CASES = re.compile(r"^(?:ok|FAILED) +\S+ on \S+, (\d+) cases", re.MULTILINE)
+_RAN = re.compile(r"^(\d+) programs, (\d+) failed$", re.MULTILINE)
+
+
+class Job(NamedTuple):
+    """One tool over some programs of an arm. counts: of router tokens; empty where they are not asked for."""
+
+    tool: str
+    arm: str
+    programs: tuple[str, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.tool}-{self.arm}"
+
+
+class Outcome(NamedTuple):
+    """What a job found. wrong: programs with wrong results. broken: why the rest says nothing; empty if it does."""
+
+    cases: int
+    wrong: int
+    errors: int
+    hazards: int
+    broken: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return not (self.wrong or self.errors or self.hazards or self.broken)
+
+
+def jobs(operators: Mapping[str, Operator], arch: str) -> list[Job]:
+    """One for each tool and arm that has a program for the architecture; the packers, which need each other, as one."""
+    plan: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    packers: list[str] = []
+    for operator, definition in sorted(operators.items()):
+        for arm in definition.arms:
+            of_arm = {n: p for n, p in definition.programs.items() if p.arm == arm and arch in p.builds}
+            if not of_arm:
+                continue
+            if operator.startswith("w4a16_"):
+                packers += sorted(of_arm)
+            else:
+                chosen = tuple(_chosen(of_arm))
+                plan[f"{operator}.{arm}"] = chosen, _counts(operator, of_arm[chosen[0]])
+    if packers:
+        plan["w4a16_packers"] = tuple(packers), ()
+    return [
+        Job(tool, arm, programs, counts[1:] if tool == "racecheck" else counts)  # it is the slowest by far
+        for tool in OPTIONS
+        for arm, (programs, counts) in plan.items()
+    ]
+
+
+def _chosen(programs: Mapping[str, Program]) -> Iterator[str]:
+    """Two of an arm that differ in everything: experts, type, block_m fixed or not, few tokens or many."""
+    if any("num_experts" not in program.constants for program in programs.values()):
+        yield from sorted(programs)
+        return
+    exact = sorted({program.num_tokens for program in programs.values() if program.num_tokens is not None})
+    first, last = (exact[len(exact) // 2 - 1 if len(exact) > 1 else 0], exact[-1]) if exact else (None, None)
+    for experts, logits, tokens, blocks in ((896, "f32", first, (8, None)), (384, "bf16", last, (None, 16))):
+        for block_m in blocks:
+            fixed = {"num_experts": experts, "logits": logits}
+            found = [
+                name
+                for name, program in sorted(programs.items())
+                if (program.num_tokens, program.block_m) == (tokens, block_m)
+                and fixed.items() <= program.constants.items()
+            ]
+            if found:
+                yield found[0]
+                break
+
+
+def _counts(operator: str, program: Program) -> tuple[int, ...]:
+    """None or one token, some, and the limit where that is small."""
+    if operator == "route_plan":
+        return 0, 1, 40
+    if operator != "fused_router":
+        return ()
+    if program.num_tokens is not None:
+        return ()
+    limit = program.limit("num_tokens")
+    if limit is not None and limit <= TINY_LIMIT:
+        return 0, limit // 2 + 1, limit
+    return (1, 40) if limit is not None else (1, 130)  # without a limit more than one chunk of rows
+
+
+def command(job: Job, sanitizer: str) -> list[str]:
+    """The words that run a job."""
+    operators = sorted({name.partition(".")[0] for name in job.programs})
+    filters = [word for name in operators for word in ("--kernel-name", f"kernel_substring={name}")]
+    counts = ["--counts", ",".join(map(str, job.counts))] if job.counts else []
+    checks = [sys.executable, "-m", "chord.checks", "--tiny", "--only", ",".join(job.programs), *counts]
+    return [sanitizer, "--tool", job.tool, *OPTIONS[job.tool], *COMMON, *filters, *checks]
+
+
+def judge(job: Job, log: str) -> Outcome:
+    """Reads a job's output. What is not there counts as broken, not as clean."""
+    summaries, ran = list(_SUMMARY.finditer(log)), _RAN.search(log)
+    cases = sum(int(number) for number in _CASES.findall(log))
+    errors = sum(int(found[1] or 0) for found in summaries)
+    hazards = sum(int(found[2] or 0) for found in summaries)
+    broken = ""
+    if not summaries or ran is None:
+        broken = "no summary of the tool" if ran is not None else "the checks did not end"
+    elif int(ran[1]) != len(job.programs) or not cases:
+        broken = f"expected {len(job.programs)} programs to run, got {ran[1]}"
+    return Outcome(cases, int(ran[2]) if ran else 0, errors, hazards, broken)
+
+
+def run(job: Job, sanitizer: str, folder: Path, timeout_s: float) -> tuple[Job, Outcome, float]:
+    """Runs one job, its log in `folder`; the seconds it took come last. A job beyond the timeout is ended."""
+    log, start = folder / f"{job.name}.log", time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(  # noqa: S603 - the sanitizer that the user named or has on the PATH
+            command(job, sanitizer),
+            stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and the process that it watches
+            process.wait()
+    outcome = judge(job, log.read_text(encoding="utf-8", errors="replace"))
+    seconds = time.monotonic() - start
+    if seconds >= timeout_s:
+        outcome = outcome._replace(broken=f"ended after {timeout_s:.0f} s")
+    return job, outcome, seconds
+
+
+def table(outcomes: Sequence[tuple[Job, Outcome, float]]) -> str:
+    """One line a job, one in all."""
+    lines = [f"{'job':36}{'cases':>7}{'wrong':>7}{'errors':>8}{'hazards':>9}{'seconds':>9}"]
+    for job, outcome, seconds in outcomes:
+        numbers = f"{outcome.cases:7}{outcome.wrong:7}{outcome.errors:8}{outcome.hazards:9}{seconds:9.1f}"
+        lines.append(f"{job.name:36}{numbers}  {outcome.broken}".rstrip())
+    bad = sum(not outcome.clean for _, outcome, _ in outcomes)
+    lines.append(f"{len(outcomes)} jobs, {sum(o.cases for _, o, _ in outcomes)} cases, {bad} jobs not clean")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """0 when every job was clean, 1 when one was not, 2 when nothing could be run."""
+    what = "Run compute-sanitizer's four tools over small cases of every arm; exit 1 for any finding."
+    parser = argparse.ArgumentParser(prog="scripts/sanitize.sh", description=what)
+    parser.add_argument("--jobs", "-j", type=int, default=6, help="processes at a time (default 6)")
+    parser.add_argument("--only", default="*", help="shell pattern of jobs, such as 'racecheck-*' or '*-route_plan.*'")
+    parser.add_argument("--out", type=Path, default=Path("build/out/sanitize"), help="folder for the logs")
+    parser.add_argument("--timeout", type=float, default=240.0, help="most seconds for a job (default 240)")
+    parser.add_argument("--list", action="store_true", help="show the jobs' commands and run nothing")
+    parser.add_argument("--arch", help="with --list: for this architecture instead of the present GPU's")
+    options = parser.parse_args()
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None and not options.list:
+        print("expected compute-sanitizer on the PATH, found none: it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    plan = jobs(Registry.open().manifest.operators, options.arch if options.arch else _present_arch())
+    plan = [job for job in plan if fnmatchcase(job.name, options.only)]
+    if options.list or not plan:
+        print("\n".join(" ".join(command(job, "compute-sanitizer")) for job in plan) or "no job has such a name")
+        return 0 if plan else 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for found in pool.map(lambda job: run(job, str(sanitizer), options.out, options.timeout), plan):
+            outcomes.append(found)
+            print(table([found]).splitlines()[1], flush=True)
+    print("\n" + table(outcomes))
+    return 0 if all(outcome.clean for _, outcome, _ in outcomes) else 1
+
+
+def _present_arch() -> str:
+    import torch
+
+    from chord import _runtime
+
+    return _runtime.architecture(torch.cuda.current_device())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

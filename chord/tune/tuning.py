@@ -1,0 +1,46 @@
+"""What a tuner hands over: measurements, routes for what was measured to the end, and what went wrong on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chord import _paths
+from chord.bench.results import Results, file_name, write
+from chord.tune.table import Box, write_routes
+
+
+@dataclass
+class Tuning:
+    """What a sweep came to, whole or cut short."""
+
+    operator: str
+    arch: str
+    results: Results
+    boxes: list[Box] = field(default_factory=list)
+    """Routes of the classes that were measured to the end."""
+    problems: list[str] = field(default_factory=list)
+    """Programs and counts that were left out, and why."""
+    stopped: str = ""
+    """Why the sweep ended early; empty if it did not."""
+    lost: bool = False
+    """Whether a kernel made the GPU unusable for this process."""
+
+
+def results_path(results: Results, folder: Path) -> Path:
+    """Where a tuner's results belong."""
+    return folder / file_name(results).replace(".json", "-tune.json")
+
+
+def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path:
+    """Writes the results file into `folder` and the routes, if there are any, into the table. Returns the results
+    file's path.
+
+    The table is registry/<operator>.toml unless named; `chord build` then checks it and renews the manifest.
+    """
+    path = results_path(tuning.results, folder)
+    write(tuning.results, path)
+    note = f"measured on {tuning.results.gpu}, {tuning.results.date}, bench/results/{path.name}"
+    if tuning.boxes:
+        write_routes(table or _paths.registry_dir() / f"{tuning.operator}.toml", tuning.arch, tuning.boxes, note)
+    return path

@@ -1,0 +1,93 @@
+"""What qualification tries, with the CPU's reference in the place of kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chord.checks import qualify, router
+from chord.checks.inputs import mixed_batch, normal_case
+from chord.checks.router import Settings
+from chord.registry import Registry
+from chord.router import prepare_fused_router
+
+CPU = torch.device("cpu")
+PROGRAMS = Registry.open().programs("fused_router", "sm_90a")
+FEW = {name: p for name, p in PROGRAMS.items() if p.num_tokens is None and (p.limit("num_tokens") or 99) <= 32}
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The reference runs for every program; `faulty` ones spoil the first weight afterwards."""
+    faulty = set()
+
+    class Prepared:
+        def __init__(self, case, settings, buffers, program):
+            arguments = {**settings._asdict(), **buffers._asdict()}
+            self.run = prepare_fused_router(case.logits, case.bias, top_k=case.top_k, **arguments)
+            self.weights, self.program = buffers.topk_weights, program
+
+        def __call__(self):
+            self.run()
+            if self.program in faulty:
+                self.weights[0, 0] += 1e-3
+
+    monkeypatch.setattr(
+        router, "prepared_on", lambda case, settings, buffers, name=None: Prepared(case, settings, buffers, name)
+    )
+    return faulty
+
+
+@pytest.mark.parametrize("name", sorted(FEW)[::5])
+def test_programs_for_few_tokens_are_tried_with_every_count(name):
+    program = FEW[name]
+    trials = list(qualify.router_trials(program, CPU))
+    counts = {trial.case.logits.shape[0] for trial in trials}
+    assert counts == set(range(program.limit("num_tokens") + 1))
+    graphs = {trial.case.logits.shape[0] for trial in trials if trial.graph}
+    assert graphs == {program.limit("num_tokens")}
+    assert {trial.settings.local_experts is None for trial in trials} == {True, False}
+    hostile = {trial.case.name.rpartition("_")[0] for trial in trials} - {"normal", "mixed"}
+    assert hostile
+    for trial in trials:
+        assert trial.settings.block_m == (program.block_m or 40)
+
+
+def test_given_counts_are_kept_to(stand_in):
+    program = FEW[min(FEW)]
+    assert {t.case.logits.shape[0] for t in qualify.router_trials(program, CPU, (2, 5, 999))} == {2, 5}
+    assert {t.case.logits.shape[0] for t in qualify.tiny_trials(program, (2, 5, 999))} == {2, 5}
+    exact = next(program for program in PROGRAMS.values() if program.num_tokens == 4)
+    assert {t.case.logits.shape[0] for t in qualify.router_trials(exact, CPU)} == {4}
+    assert any(t.graph for t in qualify.router_trials(exact, CPU))
+
+
+def test_tiny_trials_run_and_are_judged_on_the_host(stand_in):
+    program = PROGRAMS["fused_router.small.e384.k8.bf16.bm8"]
+    trials = list(qualify.tiny_trials(program))
+    assert [problem for trial in trials for problem in qualify._run(trial, "p", CPU)] == []
+    stand_in.add("p")
+    problems = [problem for trial in trials for problem in qualify._run(trial, "p", CPU)]
+    assert any("topk_weights" in problem for problem in problems)
+
+
+def test_programs_are_held_against_one_that_was_right(stand_in):
+    stand_in.update({"wrong", "late"})
+    case = mixed_batch(9, 384, torch.float32, CPU)
+    settings = Settings(8, local_experts=range(48))
+    assert router.compare_programs(case, settings, ["a", "b"]) == []
+    problems = router.compare_programs(case, settings, ["wrong", "a", "late"])
+    assert len(problems) == 2
+    assert "wrong: topk_weights[0, 0]: expected" in problems[0]
+    assert "late: the bits of topk_weights differ from those of a program that was right" in problems[1]
+
+
+def test_a_case_from_the_host_leaves_nothing_unwritten(stand_in):
+    case, settings = normal_case(7, 896, torch.float32, CPU), Settings(16, local_experts=range(112, 224))
+    written = router.run_from_host(case, settings, CPU, launches=2)
+    assert router.router_problems(case, settings, written) == []
+
+
+def test_patterns():
+    assert qualify.matches("fused_router.few.x", "route_plan,fused_router.few.*")
+    assert not qualify.matches("fused_router.few16.x", "route_plan,fused_router.few.*")
