@@ -29,7 +29,7 @@ def stand_in(monkeypatch):
 
         def __call__(self):
             self.run()
-            if self.program in faulty:
+            if self.program in faulty and self.weights.numel():
                 self.weights[0, 0] += 1e-3
 
     monkeypatch.setattr(
