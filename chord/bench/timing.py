@@ -16,6 +16,7 @@ import torch
 FLUSH_BYTES = 256 << 20
 """Several times the largest L2 cache (50 MB on an H100 or H200, 126 MB on a B200)."""
 ATTEMPTS = 3
+_WANTED = ("start_ns", "end_ns", "is_hidden_event")
 FLUSHES_BEFORE_A_CALL = (1, 2, 4, 8)
 """Tried in turn until the host stays ahead; one takes some 60 us on an H200."""
 
@@ -189,7 +190,7 @@ def gpu_spans(profiler: torch.profiler.profile, device: str = "CUDA") -> list[Sp
     call of the CUDA runtime, which for a sweep adds up to minutes.
     """
     results = getattr(profiler.profiler, "kineto_results", None)
-    if results is None or not all(hasattr(torch._C._autograd._KinetoEvent, name) for name in ("start_ns", "end_ns")):
+    if results is None or not all(hasattr(torch._C._autograd._KinetoEvent, name) for name in _WANTED):
         events = profiler.events() or ()  # type: ignore[no-untyped-call]
         return [
             Span(event.time_range.start, event.time_range.end) for event in events if event.device_type.name == device

@@ -99,11 +99,11 @@ def matches(name: str, only: str) -> bool:
 
 
 def router_trials(program: Program, device: torch.device, counts: tuple[int, ...] | None = None) -> Iterator[Trial]:
-    """What one program is tried on, within what it admits: three cases at each of some counts, the largest of those
-    up to EVERY_COUNT_TO also by a graph; one hostile case at every other count of a program for few tokens.
+    """What one program is tried on, within what it admits: three cases at each of some counts, at one of them by a
+    graph as well; for at most EVERY_COUNT_TO tokens one hostile case at each of the counts between.
     """
     experts, dtype, block_m = _traits(program)
-    sizes = _sizes(program, ROUTER_COUNTS if counts is None else counts, limit_to=None if counts is None else 0)
+    sizes = _sizes(program, ROUTER_COUNTS, None) if counts is None else _sizes(program, counts, 0)
     captured = max((size for size in sizes if size <= EVERY_COUNT_TO), default=min(sizes, default=-1))
     local = range(experts // 8, experts // 4)
     for tokens in sizes:
@@ -124,9 +124,8 @@ def tiny_trials(program: Program, counts: tuple[int, ...] | None = None) -> Iter
     """Two cases at a few counts, on the host: all experts, and a rank's own. Two launches use a workspace again."""
     experts, dtype, block_m = _traits(program)
     host = torch.device("cpu")
-    for tokens in _sizes(
-        program, TINY_COUNTS if counts is None else counts, limit_to=TINY_LIMIT if counts is None else 0
-    ):
+    sizes = _sizes(program, TINY_COUNTS, TINY_LIMIT) if counts is None else _sizes(program, counts, 0)
+    for tokens in sizes:
         yield Trial(mixed_batch(tokens, experts, dtype, host), Settings(block_m), launches=(2,))
         settings = Settings(block_m, False, 2.5, local_experts=range(experts // 8, experts // 4))
         yield Trial(normal_case(tokens, experts, dtype, host, seed=1), settings, launches=(2,))

@@ -7,6 +7,7 @@ side by side, each with a log; a table and the exit status say what they found. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ OPTIONS = {
 COMMON = ("--report-api-errors", "no", "--target-processes", "application-only", "--max-connections", "64")
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """A buffer of a pool has neighbours that belong to it: memcheck would take reads of them for legal."""
+_running: set[subprocess.Popen[bytes]] = set()
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _CASES = re.compile(r"^(?:ok|FAILED) +\S+ on \S+, (\d+) cases", re.MULTILINE)
 _RAN = re.compile(r"^(\d+) programs, (\d+) failed$", re.MULTILINE)
@@ -156,16 +158,25 @@ def run(job: Job, sanitizer: str, folder: Path, timeout_s: float) -> tuple[Job, 
             command(job, sanitizer),
             stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True,
         )  # fmt: skip
+        _running.add(process)
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool and the process that it watches
+            _kill(process)
             process.wait()
+        finally:
+            _running.discard(process)
     outcome = judge(job, log.read_text(encoding="utf-8", errors="replace"))
     seconds = time.monotonic() - start
     if seconds >= timeout_s:
         outcome = outcome._replace(broken=f"ended after {timeout_s:.0f} s")
     return job, outcome, seconds
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the tool and the process that it watches."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def table(outcomes: Sequence[tuple[Job, Outcome, float]]) -> str:
@@ -194,7 +205,13 @@ def main() -> int:
     if sanitizer is None and not options.list:
         print("expected compute-sanitizer on the PATH, found none: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    plan = jobs(Registry.open().manifest.operators, options.arch if options.arch else _present_arch())
+    arch = options.arch or _present_arch()
+    if not arch:
+        print(
+            "expected a CUDA device, torch sees none; --list --arch sm_90a shows the jobs without one", file=sys.stderr
+        )
+        return 2
+    plan = jobs(Registry.open().manifest.operators, arch)
     plan = [job for job in plan if fnmatchcase(job.name, options.only)]
     if options.list or not plan:
         print("\n".join(" ".join(command(job, "compute-sanitizer")) for job in plan) or "no job has such a name")
@@ -202,18 +219,27 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     outcomes = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(lambda job: run(job, str(sanitizer), options.out, options.timeout), plan):
-            outcomes.append(found)
-            print(table([found]).splitlines()[1], flush=True)
+        try:
+            for found in pool.map(lambda job: run(job, str(sanitizer), options.out, options.timeout), plan):
+                outcomes.append(found)
+                print(table([found]).splitlines()[1], flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                _kill(process)
+            raise
     print("\n" + table(outcomes))
     return 0 if all(outcome.clean for _, outcome, _ in outcomes) else 1
 
 
 def _present_arch() -> str:
+    """The present GPU's; empty without one."""
     import torch
 
     from chord import _runtime
 
+    if not torch.cuda.is_available():
+        return ""
     return _runtime.architecture(torch.cuda.current_device())
 
 

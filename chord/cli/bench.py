@@ -138,7 +138,7 @@ def tune_w4a16(
 
 
 def qualify(
-    only: Annotated[str, typer.Option("--only", help="Shell pattern of program names.")] = "*",
+    only: Annotated[str, typer.Option("--only", help="Shell patterns of program names, separated by commas.")] = "*",
     tiny: Annotated[bool, typer.Option("--tiny", help="Inputs small enough for compute-sanitizer.")] = False,
     json: Json = False,
 ) -> None:

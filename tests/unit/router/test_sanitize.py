@@ -115,3 +115,28 @@ def test_lists_need_no_gpu(capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == 2
     monkeypatch.setattr(sys, "argv", ["sanitize", "--list", "--arch", "sm_90a", "--only", "nothing"])
     assert sanitize.main() == 2
+
+
+TOOL = """#!/bin/sh
+for word; do [ "$last" = --only ] && only=$word; last=$word; done
+echo "ok     p on sm_90a, 4 cases"
+echo "$(echo "$only" | tr , '\\n' | wc -l) programs, 0 failed"
+case "$*" in *"$BAD"*) echo "========= ERROR SUMMARY: 3 errors" ;; *) echo "========= ERROR SUMMARY: 0 errors" ;; esac
+"""
+
+
+@pytest.mark.parametrize(("bad", "status"), [("nothing", 0), ("route_plan.large", 1)])
+def test_the_whole_run_ends_with_a_table_and_a_status(tmp_path, monkeypatch, capsys, bad, status):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("BAD", bad)
+    monkeypatch.setattr(sanitize, "_present_arch", lambda: "sm_90a")
+    monkeypatch.setattr(sys, "argv", ["sanitize", "--out", str(tmp_path / "logs"), "--only", "*-route_plan.*"])
+    assert sanitize.main() == status
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"8 jobs, 32 cases, {4 * status} jobs not clean"
+    assert len(list((tmp_path / "logs").iterdir())) == 8
+    monkeypatch.setattr(sanitize, "_present_arch", lambda: "")
+    assert sanitize.main() == 2

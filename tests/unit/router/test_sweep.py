@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chord import _runtime
-from chord.bench import timing
+from chord.bench import stats, timing
 from chord.bench.results import Results
 from chord.registry import Registry
+from chord.router import prepare_fused_router
 from chord.tune import router, sweep, w4a16
 from chord.tune.tuning import Tuning, results_path, write_tuned
 
@@ -278,3 +279,55 @@ def test_w4a16_sweeps_survive_an_early_end_and_leave_wrong_arms_out(monkeypatch)
     assert [interval.arm for interval in found.boxes[0].intervals] == ["slow"]
     stopped = w4a16.tune(expert_rows=(4, 8), limit_s=0)
     assert (stopped.boxes, stopped.stopped) == ([], "the time limit is over")
+
+
+def test_the_routers_bench_checks_once_and_compares_bits(monkeypatch):
+    """On the CPU, where the reference stands for every program and `small` writes a wrong weight."""
+    import torch
+
+    from chord.checks import router as checks
+
+    judged, subjects_of = [], []
+
+    class Prepared:
+        def __init__(self, case, settings, buffers, name):
+            options = {**settings._asdict(), **buffers._asdict()}
+            self.run = prepare_fused_router(case.logits, case.bias, top_k=case.top_k, **options)
+            self.name, self.weights = name, buffers.topk_weights
+
+        def __call__(self):
+            if ".wide." in self.name:
+                raise RuntimeError("CUDA error: too many resources requested")
+            self.run()
+            if ".small." in self.name:
+                self.weights[0, 0] += 1e-3
+
+    class Timer:
+        def measure(self, subjects, samples):
+            subjects_of.append(subjects)
+            return {arm: [1.0] * samples for arm in subjects}
+
+    def problems(*given):
+        judged.append(given[0].name)
+        return router_problems(*given)
+
+    router_problems = checks.router_problems
+    monkeypatch.setattr(checks, "router_problems", problems)
+    monkeypatch.setattr(router, "prepared_on", Prepared)
+    monkeypatch.setattr(router, "graphed", lambda call: call)
+    monkeypatch.setattr(router, "candidates", lambda case, settings: list(ARMS.values()))
+    on_cpu = router.normal_case
+    monkeypatch.setattr(router, "normal_case", lambda n, e, d, device, seed: on_cpu(n, e, d, torch.device("cpu"), seed))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    bench = router.RouterBench(896, 8, Timer(), 5)
+    arms = bench.arms(1)
+    assert list(arms) == ["general", "single", "small", "wide"]
+    times, wrong = bench.time(1, list(arms))
+    assert times == {"general": [1.0] * 5, "single": [1.0] * 5}
+    assert wrong["wide"] == "CUDA error: too many resources requested"
+    assert "small.e896.k16.f32.bm8 is wrong: the bits of topk_weights differ" in wrong["small"]
+    assert len(judged) == 1, "the reference is computed once a case"
+    assert [subject.activities for subject in subjects_of[0].values()] == [3, 1]
+    row = bench.row(1, "general", stats.summarize(times["general"]), "sm_90a")
+    assert (row.program, row.samples, row.us) == (ARMS["general"], 5, 1.0)
