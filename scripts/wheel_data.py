@@ -10,8 +10,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-DATA = {"registry": (".toml", ".json"), "templates": (".cu.j2", ".cuh")}
-"""Folders that travel, and the endings of the files in them that do: a stray file never gets into a wheel."""
+TABLE_ENDINGS = (".toml", ".json")
+"""Endings of the files under registry/ that travel."""
 
 
 class WheelData(BuildHookInterface):  # type: ignore[type-arg]
@@ -22,18 +22,23 @@ class WheelData(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":  # included files would be copied into site-packages and go stale there
             return
         root = Path(self.root)
-        files = [root / "manifest.json", root / "build" / "toolchain.toml", *self._cubins(root)]
-        for folder, endings in DATA.items():
+        cubins, source_endings = self._from_builder(root)
+        files = [root / "manifest.json", root / "build" / "toolchain.toml", *cubins]
+        for folder, endings in (("registry", TABLE_ENDINGS), ("templates", source_endings)):  # no stray file travels
             files += [path for path in sorted((root / folder).rglob("*")) if path.name.endswith(endings)]
         for path in files:
             build_data["force_include"][str(path)] = f"chord/_data/{path.relative_to(root).as_posix()}"
 
-    def _cubins(self, root: Path) -> list[Path]:
-        """The manifest's cubins, complete and verified. The builder is that of the tree which is being packed."""
+    def _from_builder(self, root: Path) -> tuple[list[Path], tuple[str, ...]]:
+        """The manifest's cubins, complete and verified, and the endings of what the builder reads under templates/.
+
+        The builder is that of the tree which is being packed.
+        """
         sys.path.insert(0, str(root))
         try:
             from chord.build.release import complete_store
+            from chord.build.render import SOURCE_ENDINGS
 
-            return complete_store(root, report=self.app.display_info)
+            return complete_store(root, report=self.app.display_info), SOURCE_ENDINGS
         finally:
             sys.path.remove(str(root))
