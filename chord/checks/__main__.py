@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from chord.checks.qualify import Verdict, qualify_router
-from chord.checks.qualify_w4a16 import qualify_w4a16
+from chord.checks.qualify import Verdict
+from chord.checks.suites import qualify_all
 
 
 def main() -> int:
@@ -23,8 +23,7 @@ def main() -> int:
     parser.add_argument("--counts", type=_counts, help="numbers of router tokens, separated by commas")
     options = parser.parse_args()
     device = torch.cuda.current_device()
-    verdicts = qualify_router(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
-    verdicts += qualify_w4a16(device, tiny=options.tiny, only=options.only, progress=_show)
+    verdicts = qualify_all(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     print(f"{len(verdicts)} programs, {failed} failed")
     return 1 if failed or not verdicts else 0

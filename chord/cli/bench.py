@@ -147,13 +147,12 @@ def qualify(
     import torch
 
     from chord import _runtime
-    from chord.checks.qualify import qualify_router, receipt
-    from chord.checks.qualify_w4a16 import qualify_w4a16
+    from chord.checks.qualify import receipt
+    from chord.checks.suites import qualify_all
 
-    device, verdicts = torch.cuda.current_device(), []
-    for suite in (qualify_router, qualify_w4a16):
-        progress = (lambda verdict: None) if json else _print_verdict
-        verdicts += suite(device, tiny=tiny, only=only, progress=progress)
+    device = torch.cuda.current_device()
+    progress = (lambda verdict: None) if json else _print_verdict
+    verdicts = qualify_all(device, tiny=tiny, only=only, progress=progress)
     if not verdicts:
         raise ChordError(f"--only {only!r} matches no program; `chord ls` lists them")
     failed = sum(bool(verdict.problems) for verdict in verdicts)
