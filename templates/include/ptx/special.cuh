@@ -4,12 +4,6 @@
 
 namespace ptx {
 
-__device__ __forceinline__ u32 lane_id() {
-    u32 value;
-    asm("mov.u32 %0, %%laneid;" : "=r"(value));
-    return value;
-}
-
 // Bits of the lanes below this one.
 __device__ __forceinline__ u32 lanes_below() {
     u32 value;
@@ -20,12 +14,6 @@ __device__ __forceinline__ u32 lanes_below() {
 __device__ __forceinline__ u32 cluster_rank() {
     u32 value;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
-    return value;
-}
-
-__device__ __forceinline__ u32 cluster_size() {
-    u32 value;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
     return value;
 }
 
