@@ -44,7 +44,7 @@ MANY, ROUTES_2 = line_of("[[arms]]", 1), line_of("[[routes]]", 1)
         (
             "abi_version = 1",
             "abi_version = 1\ncolour = 3",
-            r"toy\.toml:4: colour: unknown key: expected one of schema, operator, abi_version, axes, tags, args, arms",
+            r"toy\.toml:4: colour: unknown key: expected one of schema, operator, abi_version, axes, tags, args",
         ),
         (
             "[tags]\n",
