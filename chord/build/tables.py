@@ -118,7 +118,7 @@ class Table(_Row, frozen=True, kw_only=True):
     axes: tuple[Axis, ...]
     tags: dict[str, str]
     args: dict[str, str]
-    borrow: BorrowRow | None = None
+    borrow: tuple[BorrowRow, ...] = ()
     arms: tuple[ArmRow, ...] = ()
     programs: tuple[ProgramRow, ...] = ()
     routes: tuple[RouteRow, ...] = ()
@@ -170,19 +170,18 @@ def load(path: Path, shown_as: str | None = None) -> tuple[Table, Cells]:
 
 def lend(table: Table, cells: Cells, others: Mapping[str, Table]) -> Table:
     """The table with the arms and programs that it borrows in front of its own. Raises TableError if there are none."""
-    borrow = table.borrow
-    if borrow is None:
-        return table
-    lender = others.get(borrow.operator)
-    arms = [arm for arm in lender.arms if arm.template == borrow.instead_of] if lender else []
-    if lender is None or not arms:
-        raise cells.error(
-            "borrow.operator", f"expected a table with arms of {borrow.instead_of}, got {borrow.operator!r}"
-        )
-    names = [arm.name for arm in arms]
-    lent = (msgspec.structs.replace(arm, template=borrow.template, args=borrow.args) for arm in arms)
-    programs = (row for row in lender.programs if row.arm in names)
-    return msgspec.structs.replace(table, arms=(*lent, *table.arms), programs=(*programs, *table.programs))
+    arms: list[ArmRow] = []
+    programs: list[ProgramRow] = []
+    for index, borrow in enumerate(table.borrow):
+        lender = others.get(borrow.operator)
+        lent = [arm for arm in lender.arms if arm.template == borrow.instead_of] if lender else []
+        if lender is None or not lent:
+            cell = f"borrow[{index}].operator"
+            raise cells.error(cell, f"expected a table with arms of {borrow.instead_of}, got {borrow.operator!r}")
+        names = [arm.name for arm in lent]
+        arms += (msgspec.structs.replace(arm, template=borrow.template, args=borrow.args) for arm in lent)
+        programs += (row for row in lender.programs if row.arm in names)
+    return msgspec.structs.replace(table, arms=(*arms, *table.arms), programs=(*programs, *table.programs))
 
 
 def load_registry(path: Path, shown_as: str | None = None) -> RegistryRow:
