@@ -120,7 +120,10 @@ def from_wheel(folder: Path, module: str, distribution: str) -> Any:  # noqa: AN
             raise RuntimeError(f"expected {distribution} installed, or its wheel in {folder}/whl") from None
         target = tempfile.mkdtemp(prefix="chord-peers-")
         with zipfile.ZipFile(wheels[-1]) as wheel:
-            wheel.extractall(target)
+            for member in wheel.infolist():
+                unpacked = Path(wheel.extract(member, target))
+                if member.external_attr >> 16 & 0o100:  # extract forgets that a file is a program
+                    unpacked.chmod(0o755)
         sys.path.insert(0, target)
         return importlib.import_module(module)
 
