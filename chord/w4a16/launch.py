@@ -69,8 +69,9 @@ def prepare_gemm(
     device = x.device.index
     kernel = _chosen(device, shape, expert_rows, invariant, program)
     values = gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m)
-    bound = kernel.prepare(values, stream=_runtime.stream_provider(device))
-    return Prepared(bound, kernel.name, (x, packed, *plan, row_weight, out))
+    owners = (x, packed, *plan, row_weight, out)
+    bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    return Prepared(bound, kernel.name)
 
 
 def gemm_values(
