@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def reference_program(case, program, out, plan=None):
-    scalars = (case.packed.shape, case.top_k, case.block_m, 0, False, False)
+    scalars = (case.packed.shape, case.top_k, case.block_m, 0, False, False, False)
     ops.run(case.x, case.packed.data, *(plan or case.plan), case.row_weight, out, *scalars)
 
 
