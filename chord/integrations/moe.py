@@ -1,7 +1,7 @@
 """The experts of a MoE layer over memory that a framework lends: no allocation, no synchronisation, no host reads.
 
 Three ways to give the rows: by a plan that is made here (indexed), sorted by expert (contiguous), or a slab for each
-expert (masked). Each is two launches, the SwiGLU being part of the first; router weights are the framework's to apply.
+expert (masked). Each is two launches, the SwiGLU being part of the first.
 """
 
 from __future__ import annotations
@@ -46,31 +46,43 @@ def _padded_bytes(piece: Piece) -> int:
     return -(-prod(shape) * dtype.itemsize // BOUNDARY_BYTES) * BOUNDARY_BYTES
 
 
+def routing_pieces(tokens: int, top_k: int) -> list[Piece]:
+    """Room for ids and weights that come in another type than the kernels read."""
+    return [(torch.int32, (tokens, top_k)), (torch.float32, (tokens, top_k))]
+
+
+def routing(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, pieces: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 ids and float32 weights [M, k], contiguous; copied only where they are not. pieces: `routing_pieces`."""
+    found = []
+    for given, room in zip((topk_ids, topk_weights), pieces, strict=True):
+        fits = given.dtype == room.dtype and given.is_contiguous()
+        found.append(given if fits else room.copy_(given))
+    return found[0], found[1]
+
+
 def plan_pieces(tokens: int, top_k: int, experts: int) -> list[Piece]:
-    """The tensors of a plan over `experts` local experts, and int32 ids for those that come in another type."""
+    """The tensors of a plan over `experts` local experts."""
     blocks = max_route_blocks(tokens, top_k, experts, BLOCK_M)
     sizes = (blocks * BLOCK_M, blocks, 1, experts, experts + 1, experts)
-    return [*((torch.int32, (size,)) for size in sizes), (torch.int32, (tokens, top_k))]
+    return [(torch.int32, (size,)) for size in sizes]
 
 
 def make_plan(
-    topk_ids: torch.Tensor,
+    ids: torch.Tensor,
     pieces: Sequence[torch.Tensor],
     num_experts: int,
     num_local_experts: int,
     expert_map: torch.Tensor | None,
 ) -> RoutePlan:
-    """The plan of ids [M, k], int32 or int64, where ids outside 0..num_experts-1 and those of experts elsewhere count
-    for nothing. pieces: cut as `plan_pieces` says. expert_map: int32 [num_experts], local id or -1.
+    """The plan of int32 ids [M, k], where those outside 0..num_experts-1 and of experts elsewhere count for nothing.
+
+    pieces: cut as `plan_pieces` says. expert_map: int32 [num_experts], local id or -1.
     """
-    *buffers, ids = pieces
-    if topk_ids.dtype == torch.int32 and topk_ids.is_contiguous():
-        ids = topk_ids
-    else:
-        ids.copy_(topk_ids)
     local = None if expert_map is None else num_local_experts
     return route_plan(
-        ids, num_experts, BLOCK_M, local_experts=expert_map, num_local_experts=local, plan=RoutePlan(*buffers)
+        ids, num_experts, BLOCK_M, local_experts=expert_map, num_local_experts=local, plan=RoutePlan(*pieces)
     )
 
 
@@ -129,7 +141,7 @@ def masked(
 
 
 def preload(device: torch.device, projections: Sequence[PackedW4A16], operators: Sequence[str]) -> list[str]:
-    """Loads every program that any number of rows can select for these projections, and those that make plans.
+    """Loads every program that any number of rows can select for these projections, and those around them.
 
     operators: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked. Returns the programs' names; nothing on a CPU.
     Afterwards a forward loads nothing, so that it may be captured at once. Raises chord's errors, such as
@@ -146,4 +158,6 @@ def preload(device: torch.device, projections: Sequence[PackedW4A16], operators:
             found.update(registry.preload(operator, ranges, index))
     if "moe_w4a16" in operators:
         found.update(registry.preload("route_plan", {"block_m": BLOCK_M}, index))
+    for operator in ("moe_swiglu", "moe_scatter", "moe_combine"):
+        found.update(registry.preload(operator, None, index))
     return sorted(found)

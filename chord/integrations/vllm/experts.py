@@ -14,12 +14,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, FusedMoEQuantConfig
-from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul_sum
-from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import (
-    get_moe_permute_scratch,
-    moe_permute,
-    moe_unpermute,
-)
+from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import get_moe_permute_scratch, moe_prepare_scatter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
@@ -30,6 +25,7 @@ from vllm.platforms import current_platform
 from chord.integrations import moe
 from chord.registry.architectures import BY_CAPABILITY
 from chord.w4a16 import PackedW4A16
+from chord.w4a16.rows import combine_rows, scatter_rows
 
 Shape = tuple[int, ...]
 _ELEMENT_BYTES = 2  # of vLLM's workspaces, which have the type of the activations
@@ -190,8 +186,8 @@ class ChordIndexedExperts(ChordExperts):
 
     def _pieces(self, rows: int, top_k: int) -> tuple[list[moe.Piece], list[moe.Piece]]:
         w2 = self._w2.shape
-        plan = moe.plan_pieces(rows, top_k, w2.experts)
-        return [self._bf16(rows * top_k, w2.k)], [self._bf16(rows * top_k, w2.n), *plan]
+        routes = [*moe.routing_pieces(rows, top_k), *moe.plan_pieces(rows, top_k, w2.experts)]
+        return [self._bf16(rows * top_k, w2.k)], [self._bf16(rows * top_k, w2.n), *routes]
 
     def _run(
         self,
@@ -206,29 +202,25 @@ class ChordIndexedExperts(ChordExperts):
         meta: mk.ExpertTokensMetadata | None,
         expected_rows: int,
     ) -> None:
-        (hidden,), (routed, *plan_pieces) = first, second
-        experts, top_k = self._w13.shape.experts, topk_ids.shape[1]
-        plan = moe.make_plan(topk_ids, plan_pieces, num_experts, experts, expert_map)
+        (hidden,), (routed, ids_room, weights_room, *plan_pieces) = first, second
+        ids, weights = moe.routing(topk_ids, topk_weights, (ids_room, weights_room))
+        plan = moe.make_plan(ids, plan_pieces, num_experts, self._w13.shape.experts, expert_map)
         moe.indexed(
-            x, self._w13, self._w2, plan, top_k, hidden, routed, expected_rows=expected_rows, invariant=self._invariant
-        )
-        moe_fused_mul_sum(
-            inputs=routed.view(*topk_ids.shape, -1),
-            topk_weights=topk_weights,
-            outputs=output,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-        )
+            x, self._w13, self._w2, plan, ids.shape[1], hidden, routed,
+            expected_rows=expected_rows, invariant=self._invariant,
+        )  # fmt: skip
+        combine_rows(routed, output, weights, ids, num_experts=num_experts, expert_map=expert_map)
 
 
 class ChordContiguousExperts(ChordExperts):
-    """Rows copied into the order of the experts that are here, by vLLM's own permutation."""
+    """Rows copied into the order of the experts that are here, which vLLM's own operator finds."""
 
     operators = ("moe_w4a16_contiguous",)
 
     def _pieces(self, rows: int, top_k: int) -> tuple[list[moe.Piece], list[moe.Piece]]:
         w2, pairs = self._w2.shape, rows * top_k
-        return [self._bf16(pairs, w2.n)], [self._bf16(pairs, w2.k), self._bf16(pairs, w2.n)]
+        second = [self._bf16(pairs, w2.k), self._bf16(pairs, w2.n), *moe.routing_pieces(rows, top_k)]
+        return [self._bf16(pairs, w2.n)], second
 
     def _run(
         self,
@@ -243,16 +235,20 @@ class ChordContiguousExperts(ChordExperts):
         meta: mk.ExpertTokensMetadata | None,
         expected_rows: int,
     ) -> None:
-        (rows,), (hidden, routed) = first, second
+        (rows,), (hidden, routed, *rooms) = first, second
+        ids, weights = moe.routing(topk_ids, topk_weights, rooms)
         experts = self._w13.shape.experts
         scratch = get_moe_permute_scratch(num_experts=num_experts, num_local_experts=experts, device=x.device)
-        _, _, offsets, inverse, _ = moe_permute(
-            x, None, topk_ids, num_experts, experts, expert_map, permuted_hidden_states=rows, scratch=scratch
-        )
+        offsets, places = moe_prepare_scatter(ids, expert_map, scratch)
+        limit = offsets[-1:]
+        scatter_rows(x, rows, places, limit=limit)
         moe.contiguous(
             rows, self._w13, self._w2, offsets, hidden, routed, expected_rows=expected_rows, invariant=self._invariant
         )
-        moe_unpermute(output, routed, topk_weights, inverse, offsets)
+        combine_rows(
+            routed, output, weights, ids,
+            num_experts=num_experts, expert_map=expert_map, row_ids=places, limit=limit,
+        )  # fmt: skip
 
 
 class ChordMaskedExperts(ChordExperts):
