@@ -35,7 +35,7 @@ class ChordEntry(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: object = None
     ) -> str | None:
-        """ "chord" when the user asked for it, else None. Raises ValueError when the checkpoint is of another kind."""
+        """The name when the user asked for it, else None. Raises ValueError when the checkpoint is of another kind."""
         if user_quant != NAME:
             return None
         found = hf_quant_cfg.get("quant_method")
