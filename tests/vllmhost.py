@@ -14,8 +14,11 @@ import sys
 import types
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
+
+from chord.w4a16.reference import contract_weights
 
 LEFT_OUT = (
     "vllm.distributed.kv_transfer",
@@ -263,3 +266,85 @@ def no_data_parallel():
     from vllm.forward_context import override_forward_context
 
     return override_forward_context(SimpleNamespace(dp_metadata=None))
+
+
+class Weights(NamedTuple):
+    """One layer's experts on one rank, as a checkpoint has them."""
+
+    w13: torch.Tensor
+    w13_scale: torch.Tensor
+    w2: torch.Tensor
+    w2_scale: torch.Tensor
+
+
+def fill(layer: torch.nn.Module, seed: int) -> Weights:
+    """Random codes and scales for a layer that waits for its checkpoint; a copy of them."""
+    parameters = dict(layer.named_parameters())
+    kept = []
+    for name in ("w13", "w2"):
+        codes, scale = parameters[f"{name}_weight_packed"].data, parameters[f"{name}_weight_scale"].data
+        random = torch.Generator(codes.device).manual_seed(seed)
+        seed += 1
+        words = torch.randint(-(1 << 31), 1 << 31, codes.shape, generator=random, device=codes.device)
+        codes.copy_(words.to(torch.int32))
+        scale.copy_(torch.rand(scale.shape, generator=random, device=scale.device) * 0.01 + 0.001)
+        kept += [codes.clone(), scale.clone()]
+    return Weights(*kept)
+
+
+class Routed(NamedTuple):
+    """Tokens with their routes."""
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+
+def routed(tokens: int, config: object, seed: int, *, missing: bool = False) -> Routed:
+    """Random tokens with distinct global experts. missing: a tenth of the routes is -1, as are all of the last row."""
+    device, top_k = torch.device(config.device), config.experts_per_token
+    random = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(tokens, config.hidden_dim, generator=random, device=device).to(torch.bfloat16)
+    scores = torch.rand(tokens, config.num_experts, generator=random, device=device)
+    chosen = scores.topk(top_k)
+    ids, weights = chosen.indices.to(torch.int32), chosen.values / chosen.values.sum(1, keepdim=True)
+    if missing:
+        ids[torch.rand(ids.shape, generator=random, device=device) < 0.1] = -1
+        ids[-1] = -1
+    return Routed(x, weights, ids)
+
+
+def reference(weights: Weights, given: Routed, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """The layer in float32 on dequantised bfloat16 weights, each expert in turn: [M, H] float32."""
+    local = given.ids.long()
+    if expert_map is not None:
+        local = torch.where(local < 0, -1, expert_map[local.clamp(min=0)].long())
+    out = torch.zeros(given.x.shape, device=given.x.device)
+    for expert in local[local >= 0].unique().tolist():
+        token, route = (local == expert).nonzero(as_tuple=True)
+        w13 = contract_weights(weights.w13[expert], weights.w13_scale[expert]).float()
+        w2 = contract_weights(weights.w2[expert], weights.w2_scale[expert]).float()
+        gate, up = (given.x[token].float() @ w13.T).chunk(2, dim=1)
+        result = (torch.nn.functional.silu(gate) * up) @ w2.T
+        out.index_add_(0, token, result * given.weights[token, route].unsqueeze(1))
+    return out
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over that of `wanted`; NaN if either has one."""
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def run(layer: torch.nn.Module, given: Routed) -> torch.Tensor:
+    """The layer's apply, as vLLM's runner calls it."""
+    with no_data_parallel():
+        return layer.quant_method.apply(layer, given.x, given.weights, given.ids, None, None)
+
+
+def poison_workspaces() -> None:
+    """NaN in every byte pair of the workspaces that vLLM lends to experts."""
+    from vllm.v1.worker.workspace import current_workspace_manager
+
+    for workspace in current_workspace_manager()._current_workspaces:
+        if workspace is not None:
+            workspace.fill_(255)
