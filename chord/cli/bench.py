@@ -66,7 +66,11 @@ def bench_w4a16(
         typer.Option("--peers", help="Folder with Humming's wheel and Marlin's library (docs/w4a16.md says how)."),
     ] = None,
     scenario: Annotated[
-        list[str] | None, typer.Option("--scenario", help="ep8_decode, ep8_prefill or tp8; repeatable; default all.")
+        list[str] | None,
+        typer.Option(
+            "--scenario",
+            help="ep8_decode, ep8_prefill, tp8, grouped_contiguous, grouped_masked or sorted_ep8; repeatable.",
+        ),
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
@@ -216,7 +220,10 @@ def _write(results: Results, folder: Path) -> None:
 
 def _print_row(row: Row) -> None:
     peers = ", ".join(f"{name} {us:.2f}" for name, us in row.peers.items())
-    size = "" if row.tokens is None else f"{row.tokens:7} tokens  block_m {row.block_m:3}"
+    peers += "".join(f", own {name} {us:.2f}" for name, us in row.chord.items())
+    size = "" if row.tokens is None else f"{row.tokens:7} tokens"
+    size += "" if row.block_m is None else f"  block_m {row.block_m:3}"
+    size += "" if row.rows_per_expert is None else f"{row.rows_per_expert:7} rows an expert"
     what = f"{row.scenario:12} {row.proj or '':8}{size}  {row.us:9.2f} us  {row.program or ''}  {peers}"
     console().print(what, markup=False, highlight=False, soft_wrap=True)
 
