@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import vllmhost as host
 
+import vllmhost
+from chord.bench import vllm_layers as host
 from chord.integrations import humming
 
 SHAPE = {"experts": 16, "top_k": 4, "hidden": 256, "intermediate": 128, "backend": "humming"}
@@ -19,7 +20,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         from vllm.model_executor.layers.fused_moe.experts import fused_humming_moe as module
 
-        monkeypatch.setattr(module, "moe_fused_mul_sum", host.mul_sum)
+        monkeypatch.setattr(module, "moe_fused_mul_sum", vllmhost.mul_sum)
         monkeypatch.setattr(module, "create_humming_locks", lambda _: torch.zeros(8, dtype=torch.int32))
         monkeypatch.setattr(module, "num_compute_units", lambda _: 2)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import vllmhost as host
 
+from chord.bench import vllm_layers as host
 from chord.integrations import hosts
 from chord.integrations import vllm as plugin
 from chord.w4a16 import WeightShape
