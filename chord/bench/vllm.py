@@ -21,7 +21,7 @@ from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 
 TOKENS = (1, 8, 64, 512, 4096)
-KIMI = {"experts": 384, "top_k": 8, "hidden": 7168, "intermediate": 2048}
+KIMI: dict[str, Any] = {"experts": 384, "top_k": 8, "hidden": 7168, "intermediate": 2048}
 SPLITS: dict[str, dict[str, Any]] = {"vllm_tp8": {"tp": (0, 8)}, "vllm_ep8": {"ep": (3, 8)}}
 MOST_ERROR = 5e-3
 METHOD = (
@@ -58,14 +58,16 @@ HUMMING = {
 def run(
     peers: Path | None = None,
     *,
+    scenarios: Iterable[str] | None = None,
     tokens: Iterable[int] = TOKENS,
     samples: int = 51,
     steady_ms: int = 200,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
 ) -> Results:
-    """Measures both splits on the current GPU. peers: a folder with humming's wheel; without one, chord alone.
+    """Measures on the current GPU. peers: a folder with humming's wheel; without one, chord alone.
 
+    scenarios: some of SPLITS, default all.
     Raises RuntimeError when a layer's result is wrong: a wrong kernel has no time.
     """
     from chord.integrations import vllm as plugin
@@ -77,7 +79,7 @@ def run(
         versions["humming"] = metadata.version("humming-kernels")
     results = describe_run("layer", METHOD, "read", steady_ms, versions, commit)
     timer = EventTimer(steady_ms)
-    for split in SPLITS:
+    for split in SPLITS if scenarios is None else scenarios:
         subjects = [*CHORD[split], *(HUMMING[split] if peers is not None else [])]
         made = {subject.name: make(subject, split) for subject in subjects}
         for count in tokens:

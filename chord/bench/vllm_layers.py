@@ -133,7 +133,7 @@ def reference(weights: Weights, given: Routed, expert_map: torch.Tensor | None) 
     if expert_map is not None:
         local = torch.where(local < 0, -1, expert_map[local.clamp(min=0)].long())
     out = torch.zeros(given.x.shape, device=given.x.device)
-    for expert in local[local >= 0].unique().tolist():
+    for expert in torch.unique(local[local >= 0]).tolist():
         token, route = (local == expert).nonzero(as_tuple=True)
         w13 = contract_weights(weights.w13[expert], weights.w13_scale[expert]).float()
         w2 = contract_weights(weights.w2[expert], weights.w2_scale[expert]).float()

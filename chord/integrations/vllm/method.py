@@ -118,7 +118,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
         routing = maybe_make_prepare_finalize(
             moe=self.moe,
             quant_config=self.moe_quant_config,
-            routing_tables=layer._expert_routing_tables(),
+            routing_tables=layer._expert_routing_tables(),  # type: ignore[operator]
             allow_new_interface=True,
             use_monolithic=False,
         )
