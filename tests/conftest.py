@@ -12,7 +12,7 @@ _NEED_TORCH = ["unit/integrations/*", "unit/router/*", "unit/w4a16/*", "gpu/*"]
 
 _HAS_VLLM = _HAS_TORCH and importlib.util.find_spec("vllm") is not None
 
-collect_ignore_glob = [*([] if _HAS_TORCH else _NEED_TORCH), *([] if _HAS_VLLM else ["vllm/*"])]
+collect_ignore_glob = [*([] if _HAS_TORCH else _NEED_TORCH), *([] if _HAS_VLLM else ["serving/*"])]
 
 
 @cache

@@ -12,7 +12,7 @@ pytest_plugins: list[str] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "/tests/vllm/" in str(item.path):
+        if "/tests/serving/" in str(item.path):
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's own are its own
 
