@@ -17,6 +17,7 @@ from chord.errors import SettingsError
 
 PREFIX = "CHORD_"
 KNOWN = {
+    "CHORD_HUMMING": "0 or 1: vLLM's plugin puts chord's stand-in for the package `humming` first on the import path",
     "CHORD_REGISTRY": "folder that holds manifest.json and the cubin store, instead of the packaged registry",
     "CHORD_PIN": "SHA-256 digest that the manifest must have, 64 lower-case hex digits",
     "CHORD_SM90_DECODE": "0 or 1: a W4A16 profile's name on an H200, and nothing else: one layout serves both phases",
@@ -36,6 +37,7 @@ class Settings:
     pin: str | None = None
     sm90_decode: bool | None = None
     use_grouped: bool | None = None
+    humming: bool | None = None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -50,6 +52,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         pin=None if pin is None else checked_pin(pin, "CHORD_PIN"),
         sm90_decode=_switch(environ, "CHORD_SM90_DECODE"),
         use_grouped=_switch(environ, "CHORD_USE_GROUPED"),
+        humming=_switch(environ, "CHORD_HUMMING"),
     )
 
 
@@ -64,13 +67,13 @@ def checked_pin(pin: str, source: str) -> str:
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool | None:
-    """A variable that is 0 or 1. That it has no effect on kernels is said once per process."""
+    """A variable that is 0 or 1. Of one that has no effect on kernels, that is said once per process."""
     value = environ.get(name)
     if value is None:
         return None
     if value not in ("0", "1"):
         raise SettingsError(f"{name} is {value!r}: expected 0 or 1; set one or unset it")
-    if name not in _warned:
+    if name in WITHOUT_EFFECT and name not in _warned:
         _warned.add(name)
         warnings.warn(
             f"{name}={value} selects no kernel: one packed layout serves prefill, decode and every operator. It only "
