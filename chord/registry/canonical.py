@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 
 import msgspec
 
 from chord.errors import ManifestError
 from chord.registry.consistency import problems_of
+from chord.registry.decoding import canonical_json, decode_json
 from chord.registry.schema import SCHEMA_VERSION, Manifest
 
 _SHOWN = 10
 """Contradictions that one error lists before it only counts the rest."""
+_SEARCH_S = 2.0
+"""Longest search for the entry that a message is about."""
 
 
 class _Versioned(msgspec.Struct):
@@ -26,7 +30,7 @@ class _Versioned(msgspec.Struct):
 
 def encode(manifest: Manifest) -> bytes:
     """The canonical bytes. `decode(encode(m), ...) == m`, and equal manifests have equal bytes."""
-    return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
+    return canonical_json(manifest)
 
 
 def digest(data: bytes) -> str:
@@ -40,8 +44,8 @@ def decode(data: bytes, source: str) -> Manifest:
     Raises ManifestError for anything but a manifest of this schema version that agrees with itself.
     """
     try:
-        version = msgspec.json.decode(data, type=_Versioned).schema_version
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        version = decode_json(data, _Versioned).schema_version
+    except ValueError as error:
         raise ManifestError(f"{source} is not a manifest: {error}; write one with `chord build`") from error
     if version != SCHEMA_VERSION:
         raise ManifestError(
@@ -49,8 +53,8 @@ def decode(data: bytes, source: str) -> Manifest:
             "install the chord that belongs to the manifest, or rebuild it with `chord build`"
         )
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except msgspec.ValidationError as error:
+        manifest = decode_json(data, Manifest)
+    except ValueError as error:
         raise ManifestError(f"{source}: {_located(data, str(error))}") from error
     problems = problems_of(manifest)
     if problems:
@@ -64,7 +68,9 @@ def _located(data: bytes, message: str) -> str:
     """`message` with the keys that msgspec leaves out of its paths (`[...]`), so that it names the entry.
 
     Each key is found by keeping one entry of the dictionary alone and looking whether the same complaint comes back.
+    In a huge file that takes too long; then the message stays as it is.
     """
+    deadline = time.monotonic() + _SEARCH_S
     found = re.search(r" - at `(\$.*)`$", message)
     if found is None:
         return message
@@ -80,6 +86,8 @@ def _located(data: bytes, message: str) -> str:
                 parent[key] = value
                 if _complaint(raw) == message:
                     break
+                if time.monotonic() > deadline:
+                    return message
             else:
                 return message
         path += f".{key}" if isinstance(key, str) and step != "[...]" else f"[{key!r}]"
