@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from typing import Any
 
 import msgspec
 
@@ -67,16 +68,27 @@ def decode(data: bytes, source: str) -> Manifest:
 def _located(data: bytes, message: str) -> str:
     """`message` with the keys that msgspec leaves out of its paths (`[...]`), so that it names the entry.
 
+    In a huge file the search takes too long, and a key of the file may look like a path: then the message stays as it
+    is.
+    """
+    problem, found, steps = message.rpartition(" - at `$")
+    if not found:
+        return message
+    try:
+        path = _path_of(decode_json(data, object), re.findall(r"\.\w+|\[\d+\]|\[\.\.\.\]", steps), message)
+    except (ValueError, TypeError, LookupError, TimeoutError):  # the first: further behind, the file is no JSON at all
+        return message
+    return f"{problem} - at {path.lstrip('.')}"
+
+
+def _path_of(raw: Any, steps: list[str], message: str) -> str:  # noqa: ANN401 - whatever JSON holds
+    """The steps with every key. Raises TypeError or LookupError for steps that do not lead through `raw`.
+
     Each key is found by keeping one entry of the dictionary alone and looking whether the same complaint comes back.
-    In a huge file that takes too long; then the message stays as it is.
     """
     deadline = time.monotonic() + _SEARCH_S
-    found = re.search(r" - at `(\$.*)`$", message)
-    if found is None:
-        return message
-    raw = msgspec.json.decode(data)
     parent, path = raw, ""
-    for step in re.findall(r"\.\w+|\[\d+\]|\[\.\.\.\]", found[1]):
+    for step in steps:
         if step != "[...]":
             key: str | int = step[1:] if step[0] == "." else int(step[1:-1])
         else:
@@ -87,14 +99,14 @@ def _located(data: bytes, message: str) -> str:
                 if _complaint(raw) == message:
                     break
                 if time.monotonic() > deadline:
-                    return message
+                    raise TimeoutError
             else:
-                return message
+                raise LookupError(step)
         path += f".{key}" if isinstance(key, str) and step != "[...]" else f"[{key!r}]"
         if isinstance(parent, dict) and key not in parent:
             break
         parent = parent[key]
-    return f"{message[: found.start()]} - at {path.lstrip('.')}"
+    return path
 
 
 def _complaint(raw: object) -> str:
