@@ -110,6 +110,7 @@ def prepare_fused_router(
     values["workspace"] = workspace.data_ptr()
     named = dict(zip(loaded.arguments, loaded.pick(values), strict=True))
     bound = loaded.kernel.prepare(named, stream=_runtime.stream_provider(device))
+    bound.make_ready(_runtime.raw_stream(device))
     keep = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
     return _runtime.Prepared(bound, loaded.name, keep)
 

@@ -70,6 +70,7 @@ def prepare_gemm(
     kernel = _chosen(device, shape, expert_rows, invariant, program)
     values = gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m)
     bound = kernel.prepare(values, stream=_runtime.stream_provider(device))
+    bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name, (x, packed, *plan, row_weight, out))
 
 
