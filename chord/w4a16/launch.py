@@ -100,6 +100,7 @@ def prepare(
     """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
     kernel = _chosen(operator, device, shape, expert_rows, invariant, program)
     bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name)
 
 
