@@ -1,11 +1,11 @@
-// Up to 32 rows: a CTA holds GROUPS groups of 8 warps, and a group selects one row. The selectors send their experts' words of
-// the row to all CTAs (row_exchange.cuh), and each warp that writes some of the plan builds it from all rows' words for itself.
+// Up to 32 rows in one cluster: a CTA holds GROUPS groups of 8 warps, and a group selects one row. The selectors send their
+// experts' words of the row to all CTAs, one store each; every CTA then has all rows' words and each of its warps builds the
+// plan from them for itself.
 //
 // Steps, rehearsals: as in solo.cuh.
 #pragma once
 #include "common/types.cuh"
 #include "fused_router/rapid_select.cuh"
-#include "fused_router/row_exchange.cuh"
 #include "fused_router/row_words.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -20,7 +20,6 @@ struct FewArguments {
     f32* weights;
     i32* ids;
     PlanOutputs plan;
-    u8* workspace;          // of a DeviceExchange
     const i32* expert_map;  // null: every expert is local
     u32 num_tokens;
     i32 num_local_experts;
@@ -29,14 +28,13 @@ struct FewArguments {
     f32 factor;
 };
 
-// CLUSTER: whether the CTAs are a cluster.
-template <i32 E, i32 K, typename Logit_, i32 BLOCK_M, i32 GROUPS, i32 CTAS, bool CLUSTER, Rehearsal REHEARSAL>
+template <i32 E, i32 K, typename Logit_, i32 BLOCK_M, i32 GROUPS, i32 CLUSTER, Rehearsal REHEARSAL>
 struct Few {
     using Logit = Logit_;
     using Selection = RapidSelect<E, K, Logit>;
     using State = typename Selection::State;
     static constexpr u32 SPANS = E / 32;
-    static constexpr i32 ROWS = GROUPS * CTAS;
+    static constexpr i32 ROWS = GROUPS * CLUSTER;
     using Plan = RowWords<SPANS, ROWS, BLOCK_M>;
     static constexpr u32 WARPS = Selection::WARPS;  // of a group
     static constexpr u32 SELECTORS = Selection::SELECTORS;
@@ -47,10 +45,12 @@ struct Few {
     static constexpr u32 PLAN_STEP = 5;             // the first one of a warp without a row
     static constexpr u32 WEIGHTS_WARP = WARPS - 1;  // these two hold no experts, or few
     static constexpr u32 PAIRS_WARP = WARPS - 2;
-    using Exchange = typename ExchangeOf<SPANS, ROWS, K, CTAS, CLUSTER>::type;
+    static_assert(CLUSTER > 1 && CLUSTER <= kWarp, "a lane sends to one CTA");
 
     struct Shared {
-        typename Exchange::Shared exchange;
+        u64 arrived;  // mbarrier: all rows' words are here
+        u64 unused;
+        uint4 words[ROWS][SELECTORS];
         typename Selection::Scratch row[GROUPS];
         typename Selection::Mock rehearsal[REHEARSERS];
     };
@@ -63,6 +63,8 @@ struct Few {
         u32 group;
         u32 row;
         u32 cta;
+        u32 words;    // shared address of all rows' words
+        u32 arrived;  // of the mbarrier
         u32 barrier;  // of the row's warps
         bool live;
         bool plans;  // whether the warp writes some of the plan, and so needs it
@@ -71,8 +73,8 @@ struct Few {
     static __device__ __forceinline__ void run(const FewArguments& a, Shared& shared) {
         const u32 thread = threadIdx.x % (WARPS * kWarp);
         Here h;
-        h.cta = Exchange::cta();
-        h.row = h.cta + CTAS * (threadIdx.x / (WARPS * kWarp));
+        h.cta = ptx::cluster_rank();
+        h.row = h.cta + CLUSTER * (threadIdx.x / (WARPS * kWarp));
         const auto* logits = static_cast<const Logit*>(a.logits) + static_cast<u64>(h.row) * E;
         typename Selection::Row loaded;
         if (thread < SELECTORS * kWarp && threadIdx.x < MEMBERS * kWarp && h.row < a.num_tokens)
@@ -82,30 +84,32 @@ struct Few {
         h.group = GROUPS == 1 || !member ? 0 : warp / WARPS;
         h.warp = warp % WARPS;
         h.lane = threadIdx.x % kWarp;
-        h.row = h.cta + CTAS * h.group;
+        h.row = h.cta + CLUSTER * h.group;
+        h.words = ptx::shared_address(shared.words);
+        h.arrived = ptx::shared_address(&shared.arrived);
         h.barrier = 1 + h.group;
         const u32 scratch = shared.row[0].address() + h.group * sizeof(typename Selection::Scratch);
-        const Exchange exchange(shared.exchange, a.workspace, a.num_tokens, place_of(warp), h.lane);
+        open(a, h);
         if (member && h.warp == 0) Selection::prepare(scratch, h.lane);
         State state;
         Plan plan{};
         u32 local = kNotLocal;
         h.s = ptx::shared_address(shared.rehearsal) + warp % REHEARSERS * sizeof(typename Selection::Mock);
         h.live = REHEARSAL != Rehearsal::kOwn && member;
+        h.plans = needs_plan(a, h);
         typename Selection::Row data = Selection::make_up(h.s, !h.live, h.lane, state);
         const u32 first_live = h.row >= a.num_tokens ? PLAN_STEP : 0;
-        h.plans = needs_plan(a, h);
         u32 first = h.live ? first_live : h.warp % STEPS;
         if (h.live) {
-            Exchange::meet();
+            meet();
             data = loaded;
             h.s = scratch;
         }
 #pragma unroll 1
         for (;;) {
-            step(a, h, exchange, logits, data, __shfl_sync(kFullWarp, first, 0), state, local, plan);
+            step(a, h, logits, data, first, state, local, plan);
             if (h.live) break;
-            Exchange::meet();
+            meet();
             if (!member) break;
             h.live = true;
             h.s = scratch;
@@ -115,16 +119,27 @@ struct Few {
     }
 
 private:
-    // Where a warp that plans on its own keeps the rows' words.
-    static __device__ __forceinline__ u32 place_of(u32 warp) {
-        return warp == 0 ? 0 : warp == PAIRS_WARP ? 1 : warp == WEIGHTS_WARP ? 2 : warp == MEMBERS + PLAN_STEP ? 3 : 4;
+    // The mbarrier, and the news to the cluster that it is there.
+    static __device__ __forceinline__ void open(const FewArguments& a, const Here& h) {
+        if (threadIdx.x == 0) {
+            ptx::mbarrier_init(h.arrived, 1);
+            ptx::mbarrier_init_fence();
+        }
+        __syncwarp();
+        ptx::cluster_arrive_relaxed();  // the mbarrier's fence is all that it must order
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(h.arrived, a.num_tokens * SELECTORS * 16);
+    }
+
+    // Nothing is sent before all CTAs have opened. The wait is over long before the logits are here.
+    static __device__ __forceinline__ void meet() {
+        ptx::cluster_wait_acquire();
     }
 
     // All steps from `first` on that are this warp's, or, in a rehearsal, that step. `local`: the lane's winner by its local
     // id, or kNotLocal.
-    static __device__ __forceinline__ void step(const FewArguments& a, const Here& h, const Exchange& exchange,
-                                                const Logit* logits, const typename Selection::Row& data, u32 first,
-                                                State& state, u32& local, Plan& plan) {
+    static __device__ __forceinline__ void step(const FewArguments& a, const Here& h, const Logit* logits,
+                                                const typename Selection::Row& data, u32 first, State& state, u32& local,
+                                                Plan& plan) {
         const bool has_row = h.row < a.num_tokens;
         const bool selects = h.warp < SELECTORS;
         switch (first) {
@@ -146,7 +161,7 @@ private:
                 Selection::settle(h.s, h.lane, state);
                 state.mine.wins = state.mine.wins && h.live;
                 local = local_expert(a, state.mine);
-                exchange.send(h.row, h.warp, h.lane, state.mine, local, h.live);
+                if (!h.live || selects) send_words(h, local);
                 if (!h.live) break;
                 [[fallthrough]];
             case 4:
@@ -155,15 +170,12 @@ private:
                 [[fallthrough]];
             case PLAN_STEP:
                 if (h.live && !h.plans) break;
-                {
-                    u32 words[ROWS];
-                    exchange.receive(words, h.live, h.lane);
-                    plan.build(words, block_m(a));
-                }
+                if (h.live) ptx::mbarrier_wait_cluster(h.arrived, 0);
+                plan.build(h.words, h.live ? a.num_tokens : 0, block_m(a), h.lane);
                 if (!h.live) break;
                 [[fallthrough]];
             case 6:
-                if (!h.live || (has_row && h.warp == PAIRS_WARP)) write_pairs(a, h, exchange.words, plan, state.mine, local);
+                if (!h.live || (has_row && h.warp == PAIRS_WARP)) write_pairs(a, h, plan, state.mine, local);
                 if (!h.live) break;
                 [[fallthrough]];
             default:
@@ -184,6 +196,19 @@ private:
         return local;
     }
 
+    // A selector's 4 words of the row, made from the lanes' winners, to all CTAs.
+    static __device__ __forceinline__ void send_words(const Here& h, u32 local) {
+        const u32 at = local - h.warp * 128;
+        const u32 bit = 1u << (at % 32);
+        u32 words[4];
+#pragma unroll
+        for (u32 w = 0; w < 4; ++w) words[w] = ptx::warp_or(at / 32 == w ? bit : 0u);
+        if (!h.live) return;
+        const uint4 four = make_uint4(words[0], words[1], words[2], words[3]);
+        const u32 to = h.words + (h.row * SELECTORS + h.warp) * 16;
+        if (h.lane < CLUSTER) ptx::store_async(ptx::map_shared(to, h.lane), ptx::map_shared(h.arrived, h.lane), four);
+    }
+
     // All rows' words are read by every warp that builds the plan, from one memory: the others keep away from it. The first
     // warp never does, so that no CTA leaves before all that is sent to it has come.
     static __device__ __forceinline__ bool needs_plan(const FewArguments& a, const Here& h) {
@@ -193,11 +218,11 @@ private:
     }
 
     static __device__ __forceinline__ u32 first_span(const Here& h) {
-        return h.cta + CTAS * (h.group * WARPS + h.warp);
+        return h.cta + CLUSTER * (h.group * WARPS + h.warp);
     }
 
     static __device__ __forceinline__ bool writes_totals(const Here& h) {
-        return h.cta == CTAS - 1 && h.group == 0 && h.warp == WEIGHTS_WARP;
+        return h.cta == CLUSTER - 1 && h.group == 0 && h.warp == WEIGHTS_WARP;
     }
 
     static __device__ __forceinline__ void write_row(const FewArguments& a, const Here& h, const Settled& mine) {
@@ -209,12 +234,12 @@ private:
     }
 
     // The row's pairs, each expert's block ids by the pairs that begin its blocks, and its padding by its last pair.
-    static __device__ __forceinline__ void write_pairs(const FewArguments& a, const Here& h, u32 words, const Plan& plan,
+    static __device__ __forceinline__ void write_pairs(const FewArguments& a, const Here& h, const Plan& plan,
                                                        const Settled& mine, u32 local) {
         const bool placed = mine.wins && local != kNotLocal;
         const u32 bm = block_m(a);
         const u32 expert = placed ? local : 0;
-        const u32 rank = Plan::rank(words, h.live ? h.row : 0, expert);
+        const u32 rank = Plan::rank(h.words, h.live ? h.row : 0, expert);
         const typename Plan::Expert e = plan.at(expert);
         const u32 slot = e.first_block * bm + rank;
         if (!placed) return;
@@ -245,11 +270,11 @@ private:
         }
     }
 
-    // Counts and offsets of every CTAS-th span of 32 experts, shared among the CTA's warps; and the totals.
+    // Counts and offsets of every CLUSTER-th span of 32 experts, shared among the CTA's warps; and the totals.
     static __device__ __forceinline__ void write_experts(const FewArguments& a, const Here& h, const Plan& plan) {
         const i32 bm = block_m(a);
 #pragma unroll 1
-        for (u32 span = first_span(h); span < SPANS; span += CTAS * GROUPS * WARPS) {
+        for (u32 span = first_span(h); span < SPANS; span += CLUSTER * GROUPS * WARPS) {
             const u32 expert = span * 32 + h.lane;
             const typename Plan::Expert e = plan.at(expert);
             if (h.live && expert < static_cast<u32>(a.num_local_experts)) {

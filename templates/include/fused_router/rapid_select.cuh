@@ -140,7 +140,8 @@ struct RapidSelect {
 #pragma unroll
             for (u32 g = 0; GROUPS > 1 && g < GROUPS; ++g)
                 right = right && (g >= all.rows || is_right(ptx::load_shared(all.first + g * sizeof(Scratch) + total_at)));
-            if (__all_sync(kFullWarp, right)) return;  // all lanes know the same; this tells the compiler
+            // All lanes know the same; the vote tells the compiler.
+            if (__all_sync(kFullWarp, right)) return;
             if (!idle && __any_sync(kFullWarp, !is_right(state.total))) narrow(search, s, state.total, turn, lane);
             // The number of the turn before is read by nobody any more, and of use again after the next barrier.
             const u32 before = total_at == Scratch::kTotals ? total_at + 8 : total_at - 4;

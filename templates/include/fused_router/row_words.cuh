@@ -36,8 +36,15 @@ struct RowWords {
     u32 before;         // blocks of lower words' experts
     u32 total;          // blocks of all experts
 
-    // From the lane's word of each row, 0 for a row that is not there.
-    __device__ __forceinline__ void build(const u32 (&row)[ROWS], i32 bm) {
+    // From the words at shared address `words`, SPANS of each of the first `rows` rows.
+    __device__ __forceinline__ void build(u32 words, u32 rows, i32 bm, u32 lane) {
+        const u32 own = words + (lane < SPANS ? lane : 0) * 4;
+        const u32 mask = lane < SPANS ? 0xffffffffu : 0;
+        u32 row[ROWS];
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) row[r] = ptx::load_shared(own + r * SPANS * 4);
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) row[r] &= r < rows ? mask : 0;  // what lies beyond is anything
         tally(row);
         u32 blocks = 0;
 #pragma unroll
@@ -73,7 +80,7 @@ struct RowWords {
         return e;
     }
 
-    // How many of the first `rows` rows, fewer than ROWS, chose `expert`. `words`: shared address of SPANS words a row.
+    // How many of the first `rows` rows, fewer than ROWS, chose `expert`.
     static __device__ __forceinline__ u32 rank(u32 words, u32 rows, u32 expert) {
         u32 chose = 0;
 #pragma unroll

@@ -62,15 +62,6 @@ struct RowPackets {
         ptx::store_whole(packet(row * PIECES + lane), make_uint4(v.x | tag.x, v.y | tag.y, v.z | tag.z, v.w | tag.w));
     }
 
-    // Packet i as soon as it is there, if it is `wanted`; else one without ids. By whole warps.
-    __device__ __forceinline__ uint4 fetch(u32 i, bool wanted) const {
-        uint4 v = make_uint4(~0u, ~0u, ~0u, ~0u);
-        do {
-            if (wanted) v = ptx::load_whole(packet(i));
-        } while (__any_sync(kFullWarp, wanted && !is_new(v)));
-        return v;
-    }
-
     // Waits for all packets of `rows` rows and counts them; a barrier must follow. By all THREADS of the CTA.
     template <u32 THREADS>
     __device__ __forceinline__ void receive(u32 rows, u32 first, Counts& counts) const {

@@ -114,13 +114,6 @@ __device__ __forceinline__ uint4 load_whole(const void* pointer) {
     return v;
 }
 
-// The same for 8 bytes.
-__device__ __forceinline__ uint2 load_whole_v2(const void* pointer) {
-    u64 v;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(pointer) : "memory");
-    return make_uint2(static_cast<u32>(v), static_cast<u32>(v >> 32));
-}
-
 // Asks for `bytes` (a multiple of 16, from a 16-byte-aligned address) to be brought into L2.
 __device__ __forceinline__ void prefetch_l2(const void* pointer, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes));

@@ -39,13 +39,6 @@ __device__ __forceinline__ void max_shared(u32 at, u32 value) {
     asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void or_shared_if(bool condition, u32 at, u32 value) {
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %0, 0;\n\t@p red.shared.or.b32 [%1], %2;\n\t}" ::"r"(
-                     static_cast<u32>(condition)),
-                 "r"(at), "r"(value)
-                 : "memory");
-}
-
 __device__ __forceinline__ u32 load_shared_u16(u32 at) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
