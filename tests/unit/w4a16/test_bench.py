@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers
+from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers, w4a16_swiglu
 from chord.bench.results import Results, Row
 from chord.w4a16.layout import WeightShape
 
@@ -49,6 +49,13 @@ def test_grouped_cells_are_those_of_the_goals():
     assert len(every) == len(set(every)) == 2 * (3 + 4 + 5)
     assert sum(a.shape != b.shape for a, b in pairwise(every)) == 1
     assert {cell.size for cell in w4a16_grouped.cells(["grouped_masked", "ep8_decode"])} == {8, 16, 32, 64}
+
+
+def test_swiglu_cells_share_the_weights_of_gate_up():
+    assert w4a16_swiglu.cells(["tp8"]) == []
+    assert {cell.shape for cell in w4a16_swiglu.cells([w4a16_swiglu.SWIGLU])} == {
+        w4a16.SHAPES["ep8_prefill"]["gate_up"]
+    }
 
 
 def test_grouped_rows_get_a_table_of_their_own():
@@ -143,7 +150,7 @@ def test_a_peer_that_fails_is_left_out_and_said_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     work = w4a16_peers.Work(WeightShape(1, 64, 64), torch.empty(1, 64), torch.zeros(1, 1, dtype=torch.int32), 1)
     with pytest.warns(UserWarning, match="fails left out at 1 rows of .*division"):
-        assert set(w4a16._working(Peer(), work)) == {"works"}
+        assert set(w4a16.working(Peer(), work, Peer().calls)) == {"works"}
 
 
 def test_peers_that_the_folder_lacks_are_left_out(tmp_path, monkeypatch):
