@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chord import bench as bench
     from chord import checks as checks
     from chord import errors as errors
+    from chord import integrations as integrations
     from chord import registry as registry
     from chord import router as router
     from chord import tune as tune
@@ -68,7 +69,9 @@ _HOMES = {
 }
 """Where each public name is defined."""
 
-_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune", "w4a16"])
+_MODULES = frozenset(
+    ["bench", "build", "checks", "cli", "errors", "integrations", "registry", "router", "tune", "w4a16"]
+)
 _OWN = _MODULES | {"__init__", "__main__", "_data", "_paths", "_runtime", "_settings", "_version"}
 """What may lie in this folder. Another public project has the import root `chord`, too."""
 

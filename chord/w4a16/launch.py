@@ -100,6 +100,7 @@ def prepare(
     """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
     kernel = _chosen(operator, device, shape, expert_rows, invariant, program)
     bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name)
 
 
@@ -183,6 +184,11 @@ def unpack(packed: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, shape
     _move("w4a16_unpack", packed.device.index, values, shape)
 
 
+def move_rows(operator: str, device: int, values: dict[str, int]) -> None:
+    """Launches moe_swiglu, moe_scatter or moe_combine with arguments of its contract, checked by rows.py."""
+    _launch(_row_mover(operator, device), device, values)
+
+
 def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPERATOR) -> list[Interval]:
     """What would be selected on an architecture ("sm_90a") for which rows an expert: ascending, without gap.
 
@@ -237,6 +243,12 @@ def _families(operator: str, intervals: list[Interval]) -> set[object]:
 def _mover(operator: str, device: int, blocks: int) -> Kernel:
     arch = _runtime.architecture(device)
     return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_blocks": blocks}).program_name)
+
+
+@lru_cache(maxsize=64)
+def _row_mover(operator: str, device: int) -> Kernel:
+    arch = _runtime.architecture(device)
+    return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_units": 1}).program_name)
 
 
 def _move(operator: str, device: int, values: dict[str, int], shape: WeightShape) -> None:

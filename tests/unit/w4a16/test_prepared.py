@@ -63,7 +63,12 @@ class FakeKernel:
     def prepare(self, arguments, *, stream, owners=None):
         self.prepared.append(dict(arguments))
         self.owners = owners
-        return lambda: self.launched.append((dict(arguments), stream() if callable(stream) else stream))
+
+        def launch():
+            self.launched.append((dict(arguments), stream() if callable(stream) else stream))
+
+        launch.make_ready = lambda stream: None
+        return launch
 
 
 @pytest.fixture
