@@ -115,6 +115,23 @@ def test_documents_get_tables_and_a_plot_where_there_are_two_counts(tmp_path):
     }  # fmt: skip
 
 
+def test_a_region_takes_the_newest_run_that_has_its_scenario(tmp_path):
+    folder, page = tmp_path / "results", tmp_path / "w4a16.md"
+    page.write_text("<!-- figures: w4a16 grouped_masked -->\n<!-- end of figures -->\n")
+    results.write(some_results(ROWS), folder / results.file_name(some_results(ROWS)))
+    assert docs.update(page, folder)
+    assert "Not measured yet." in page.read_text()
+    rows = [Row(scenario="grouped_masked", proj="down", rows_per_expert=8, program="p", us=99.0)]
+    part = folder / results.file_name(some_results(rows), "grouped")
+    assert part.name == "2026-12-01-h200-w4a16-grouped.json"
+    results.write(some_results(rows), part)
+    assert docs.update(page, folder)
+    assert "| down | 8 | `p` | 99.0 |" in page.read_text()
+    found = docs.latest_with(folder, "w4a16", "ep8_decode")
+    assert found is not None
+    assert len(found.rows) == len(ROWS)
+
+
 def test_peers_get_the_block_size_and_the_plan_that_they_would_have():
     assert [w4a16_peers.marlin_block_m(8 * tokens, 48) for tokens in (20, 50, 128, 16384)] == [8, 16, 32, 64]
     shape = WeightShape(4, 64, 64)
