@@ -38,8 +38,13 @@ struct IndexedRows {
     template <class T>
     __device__ __forceinline__ Window load_window(u32 shared, u32 first) const;
 
-private:
     __device__ __forceinline__ i32 expert(u32 block) const { return block < num_blocks ? expert_ids[block] : -1; }
+
+    // Blocks that the plan fills, as far as there is an expert for them.
+    __device__ __forceinline__ u32 filled_blocks() const {
+        const i32 padded = *num_tokens_post_padded;
+        return padded > 0 ? smaller((static_cast<u32>(padded) + block_m - 1) / block_m, num_blocks) : 0;
+    }
 
     // 1 + the place of the last row among the 8 slots from `slot` on, 0 if they hold none.
     __device__ __forceinline__ u32 filled_of_8(u32 slot) const {
@@ -74,8 +79,7 @@ __device__ __forceinline__ Window IndexedRows::load_window(u32 shared, u32 first
     }
     const u32 line = first * block_m + thread * 32;  // of 32 slots
     if (line < num_slots) ptx::prefetch_line(sorted_ids + line);
-    const i32 padded = *num_tokens_post_padded;
-    const u32 blocks = padded > 0 ? smaller((static_cast<u32>(padded) + block_m - 1) / block_m, num_blocks) : 0;
+    const u32 blocks = filled_blocks();
     const u32 end = smaller(first + T::window, blocks);
 
     u32 starts[kEach], stops[kEach];  // one bit a lane
