@@ -12,6 +12,7 @@ from chord import _runtime
 from chord._runtime import Prepared
 from chord.errors import ManifestError, NoProgramError
 from chord.registry import Kernel, PreparedLaunch
+from chord.registry.schema import Program
 from chord.w4a16.layout import LAYOUT_VERSION, WeightShape
 
 OPERATOR = "moe_w4a16"
@@ -152,7 +153,7 @@ def route_intervals(n: int, k: int, experts: int, arch: str) -> list[Interval]:
 
 def _chosen(device: int, shape: WeightShape, expert_rows: int, invariant: bool, program: str | None) -> Kernel:
     if program is not None:
-        return _named_kernel(device, program)
+        return _named_kernel(device, program, shape)
     return _gemm_kernel(device, shape.n, shape.k, shape.experts, min(expert_rows, MAX_EXPERT_ROWS), invariant)
 
 
@@ -165,10 +166,19 @@ def _gemm_kernel(device: int, n: int, k: int, experts: int, expert_rows: int, in
     return _load(OPERATOR, device, routed_program(WeightShape(experts, n, k), expert_rows, arch))
 
 
+def serves(program: Program, shape: WeightShape) -> bool:
+    """Whether a program's own limit admits a weight shape."""
+    limit = program.limit("k")
+    return limit is None or shape.k <= limit
+
+
 @lru_cache(maxsize=256)
-def _named_kernel(device: int, program: str) -> Kernel:
-    if program not in _runtime.operator(OPERATOR).programs:
+def _named_kernel(device: int, program: str, shape: WeightShape) -> Kernel:
+    found = _runtime.operator(OPERATOR).programs.get(program)
+    if found is None:
         raise NoProgramError(f"{program}: no such program of {OPERATOR}; see `chord ls`")
+    if not serves(found, shape):
+        raise NoProgramError(f"{program}: serves k of at most {found.limit('k')}, got {shape.k}")
     return _load(OPERATOR, device, program)
 
 
