@@ -14,39 +14,40 @@
 
 namespace gemm {
 
-// A strip's k64 blocks lie `pitch` bytes apart in memory and side by side in a stage. The loop's bound is a constant, so that
-// one lane issues the copies in a row.
+// One strip: its k64 blocks lie `pitch` bytes apart in memory and side by side in the stage. The loop's bound is a constant, so
+// that one lane issues the copies in a row.
 template <class T>
 __device__ __forceinline__ void load_strip(u32 stage, const u8* source, u32 blocks, u32 pitch, u32 bar) {
     ptx::mbarrier_arrive_expect(bar, blocks * kBlockBytes);
 #pragma unroll
     for (u32 b = 0; b < T::max_blocks; ++b) {
-        if (b < blocks) ptx::bulk_load(stage + b * kBlockBytes, source + b * pitch, kBlockBytes, bar);
+        if (b < blocks) {
+            ptx::bulk_load(stage, source, kBlockBytes, bar);
+            stage += kBlockBytes;
+            source += pitch;
+        }
     }
 }
 
-// The strips of a window.
+// The strips of a window. What a part is comes from shared memory; the shuffles tell the compiler that all lanes agree, so that
+// addresses are worked out once for the warp.
 template <class T, class Schedule>
 __device__ __forceinline__ void stream_strips(const Problem& problem, const ResidentLayout<T>& layout, Schedule& schedule,
                                               u32 shared, RingPosition& at) {
     Part part;
     while (schedule.next(part)) {
-        const u8* group = problem.packed + part.expert * problem.expert_bytes() + part.strip / kStrips * problem.group_bytes();
-        u32 rest = problem.strips() - part.strip / kStrips * kStrips;  // strips from this group on
-        u32 place = part.strip % kStrips;
-        for (u32 strips = part.strips; strips > 0; --strips) {
-            ptx::mbarrier_wait(shared + T::empty + 8 * at.index, at.parity ^ 1);
+        const u32 expert = __shfl_sync(kFullWarp, part.expert, 0), first = __shfl_sync(kFullWarp, part.strip, 0);
+        const u32 end = first + __shfl_sync(kFullWarp, part.strips, 0);
+        const u8* weights = problem.packed + expert * problem.expert_bytes();
+        for (u32 strip = first; strip < end; ++strip) {
+            const u32 group = strip / kStrips, pitch = smaller(problem.strips() - group * kStrips, kStrips) * kBlockBytes;
+            const u8* source = weights + group * problem.group_bytes() + strip % kStrips * kBlockBytes;
+            const u32 bar = shared + T::full + 8 * at.index;
+            ptx::mbarrier_wait(bar + (T::empty - T::full), at.parity ^ 1);
             if (ptx::elect_one()) {
-                const u32 stage = shared + layout.ring + at.index * layout.stage_bytes;
-                const u32 pitch = smaller(rest, kStrips) * kBlockBytes;
-                load_strip<T>(stage, group + place * kBlockBytes, layout.blocks, pitch, shared + T::full + 8 * at.index);
+                load_strip<T>(shared + layout.ring + at.index * layout.stage_bytes, source, layout.blocks, pitch, bar);
             }
             __syncwarp();
-            if (++place == kStrips) {
-                place = 0;
-                rest -= kStrips;
-                group += problem.group_bytes();
-            }
             if (++at.index == layout.stages) {
                 at.index = 0;
                 at.parity ^= 1;
