@@ -47,12 +47,12 @@ __device__ __forceinline__ void run_resident(const Problem& problem, const Rows&
     }
     ptx::keep_registers<T::helper_registers>();
     const u32 helper = warp - T::math_warps;
-    if (helper <= T::gather_warps) {
+    if (helper < T::producer_warps) {
         ptx::grid_launch_dependents();  // of a next kernel that waits for this one's end where it needs it
         ptx::grid_dependency_wait();    // the plan and the rows may come from the kernel before
         produce<T>(problem, rows, shared, helper);
-    } else if (helper <= T::gather_warps + T::all_store_warps) {
-        store_parts<T>(problem, shared, helper - 1 - T::gather_warps);
+    } else if (helper < T::producer_warps + T::all_store_warps) {
+        store_parts<T>(problem, shared, helper - T::producer_warps);
     }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include "common/types.cuh"
 #include "gemm/dequantize.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/resident_tile.cuh"
 #include "ptx/matrix.cuh"
@@ -44,8 +45,8 @@ struct StripWarp {
     }
 };
 
-// acc (+)= weights * tokens over kBlocks k64 blocks, k16 after k16. One block is dequantised while the one before multiplies.
-template <u32 kWidth, u32 kBlocks, bool kFirst>
+// acc (+)= weights * tokens over kBlocks k64 blocks, k16 after k16. One block is dequantised while kInFlight before it multiply.
+template <u32 kWidth, u32 kBlocks, bool kFirst, int kInFlight>
 __device__ __forceinline__ void multiply_blocks(f32 (&acc)[kWidth / 2], u32 stage, u64 tokens, u32 warp, u32 lane) {
 #pragma unroll
     for (u32 block = 0; block < kBlocks; ++block) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void multiply_blocks(f32 (&acc)[kWidth / 2], u32 stag
 #pragma unroll
         for (u32 step = 1; step < 4; ++step) ptx::Wgmma<kWidth>::add(acc, a[step], operand + 2 * step);
         ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<kInFlight>();
     }
 }
 
@@ -76,32 +77,30 @@ template <class T, u32 kWidth>
 __device__ __forceinline__ void multiply_strip(StripWarp<T>& warp, f32 (&acc)[kWidth / 2], u32 tile) {
     const u32 stage = warp.stage(), blocks = warp.layout.blocks;
     const u64 tokens = ptx::wgmma_operand(tile);
+    constexpr int kInFlight = kWidth / 2 + 60 <= T::math_registers ? 1 : 0;  // two sets of fragments need room
     if (blocks == 4) {
-        multiply_blocks<kWidth, 4, true>(acc, stage, tokens, warp.warp, warp.lane);
+        multiply_blocks<kWidth, 4, true, kInFlight>(acc, stage, tokens, warp.warp, warp.lane);
         warp.release();
         ptx::wgmma_wait<0>();
         return;
     }
-    multiply_blocks<kWidth, 1, true>(acc, stage, tokens, warp.warp, warp.lane);
-    ptx::wgmma_wait<0>();
+    multiply_blocks<kWidth, 1, true, 0>(acc, stage, tokens, warp.warp, warp.lane);
     for (u32 block = 1; block < blocks; ++block) {
         const u64 operand = tokens + block * (kWidth * kTokenRowBytes / 16);
-        multiply_blocks<kWidth, 1, false>(acc, stage + block * kBlockBytes, operand, warp.warp, warp.lane);
-        ptx::wgmma_wait<0>();
+        multiply_blocks<kWidth, 1, false, 0>(acc, stage + block * kBlockBytes, operand, warp.warp, warp.lane);
     }
     warp.release();
 }
 
 // Factor, one rounding to bfloat16, and the strip as [row][64 outputs] in the warpgroup's staging tile. Accumulator layout:
-// ptx/wgmma.cuh.
+// ptx/wgmma.cuh. `slot`: where the factors are, 0 for none.
 template <class T, u32 kWidth>
-__device__ __forceinline__ void stage_strip(f32 (&acc)[kWidth / 2], u32 staging, u32 factors, u32 warp, u32 lane) {
-    if (factors != 0) {
+__device__ __forceinline__ void stage_outputs(f32 (&acc)[kWidth / 2], u32 staging, u32 slot, u32 warp, u32 lane) {
+    if (slot != 0) {
 #pragma unroll
         for (u32 i = 0; i < kWidth / 8; ++i) {
-            const uint2 pair = ptx::load_shared_v2(factors + 4 * (8 * i + 2 * (lane % 4)));
-            const f32 even = __uint_as_float(pair.x), odd = __uint_as_float(pair.y);
-            acc[4 * i] *= even, acc[4 * i + 1] *= odd, acc[4 * i + 2] *= even, acc[4 * i + 3] *= odd;
+            const float2 f = row_factors<T>(slot, i);
+            acc[4 * i] *= f.x, acc[4 * i + 1] *= f.y, acc[4 * i + 2] *= f.x, acc[4 * i + 3] *= f.y;
         }
     }
     // stmatrix: lanes 8 i .. 8 i + 7 address the rows of matrix i: tokens 0-7 x outputs 0-7, 0-7 x 8-15, then tokens 8-15.
@@ -119,10 +118,37 @@ __device__ __forceinline__ void stage_strip(f32 (&acc)[kWidth / 2], u32 staging,
     }
 }
 
+// The same for gate and up rows, as [row][32 outputs]: see store_swiglu. Up to 64 rows, 8 beyond the width may be written.
+template <class T, u32 kWidth>
+__device__ __forceinline__ void stage_swiglu(f32 (&acc)[kWidth / 2], u32 staging, u32 slot, u32 warp, u32 lane) {
+    const u32 write = staging + lane * T::staging_pitch + warp * 16;  // lanes 8 i .. 8 i + 7: the rows of matrix i
+#pragma unroll
+    for (u32 part = 0; part < kWidth / 8; part += 4) {
+        u32 packed[4] = {};  // 8 token rows x 8 outputs each
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 fragment = part + i;
+            if (8 * fragment >= kWidth) continue;
+            f32* const d = acc + 4 * fragment;
+            f32 even = swiglu(d[0], d[2]), odd = swiglu(d[1], d[3]);
+            if (slot != 0) {
+                const float2 f = row_factors<T>(slot, fragment);
+                even *= f.x, odd *= f.y;
+            }
+            packed[i] = ptx::pack_bf16(even, odd);
+        }
+        if (8 * part + 16 < kWidth) {
+            ptx::store_matrix_x4_transposed(write + 8 * part * T::staging_pitch, packed[0], packed[1], packed[2], packed[3]);
+        } else {
+            ptx::store_matrix_x2_transposed(write + 8 * part * T::staging_pitch, packed[0], packed[1]);
+        }
+    }
+}
+
 // This warpgroup's strips of an item, from strip `next` on; returns the first one beyond the item, counted from its end. The
 // widths are instructions, so each has its own loop and accumulators.
 template <class T, u32 kWidth = 8>
-__device__ __forceinline__ u32 multiply_part(StripWarp<T>& warp, uint4 header, u32 next, u32 tile, u32 factors) {
+__device__ __forceinline__ u32 multiply_part(StripWarp<T>& warp, uint4 header, u32 next, u32 tile, u32 slot, bool swiglu) {
     if (header.x == kWidth) {
         const u32 staging = warp.shared + T::staging + warp.group * T::staging_bytes;
         const u32 full = warp.shared + T::staged_full + 8 * warp.group, empty = warp.shared + T::staged_empty + 8 * warp.group;
@@ -133,13 +159,17 @@ __device__ __forceinline__ u32 multiply_part(StripWarp<T>& warp, uint4 header, u
             warp.advance();
             ptx::mbarrier_wait(empty, warp.staged_parity);  // the strip before has been read
             warp.staged_parity ^= 1;
-            stage_strip<T, kWidth>(acc, staging, factors, warp.warp, warp.lane);
+            if (swiglu) {
+                stage_swiglu<T, kWidth>(acc, staging, slot, warp.warp, warp.lane);
+            } else {
+                stage_outputs<T, kWidth>(acc, staging, slot, warp.warp, warp.lane);
+            }
             warp.arrive(full);
         }
         return next - header.y;
     }
     if constexpr (kWidth < T::max_rows) {
-        return multiply_part<T, next_resident_width(kWidth)>(warp, header, next, tile, factors);
+        return multiply_part<T, next_resident_width(kWidth)>(warp, header, next, tile, slot, swiglu);
     }
     return next;
 }
@@ -154,9 +184,9 @@ __device__ __forceinline__ void multiply_parts(const Problem& problem, u32 share
         ptx::mbarrier_wait(shared + T::item_full + 8 * slot.index, slot.parity);
         const uint4 header = ptx::load_shared_v4(place);  // width, strips, first output, rows
         if (header.x == 0) break;
-        const u32 factors = problem.row_weight != nullptr ? place + T::slot_factors : 0;
         const u32 tile = shared + T::tokens + buffer.index * warp.layout.tile_bytes;
-        next = multiply_part<T>(warp, header, next, tile, factors);
+        const u32 factors = problem.row_weight != nullptr ? place : 0;
+        next = multiply_part<T>(warp, header, next, tile, factors, problem.swiglu());
         warp.arrive(shared + T::tokens_empty + 8 * buffer.index);
         warp.arrive(shared + T::item_empty + 8 * slot.index);
         slot.template next<T::slots>();

@@ -14,33 +14,40 @@
 
 namespace gemm {
 
-// One strip: its k64 blocks lie `pitch` bytes apart in memory and side by side in the stage. The loop's bound is a constant, so
+// One strip: its k64 blocks lie `pitch` bytes apart in memory and side by side in the stage. The loops' bounds are constants, so
 // that one lane issues the copies in a row.
-template <class T>
-__device__ __forceinline__ void load_strip(u32 stage, const u8* source, u32 blocks, u32 pitch, u32 bar) {
-    ptx::mbarrier_arrive_expect(bar, blocks * kBlockBytes);
+template <u32 kMost>
+__device__ __forceinline__ void load_blocks(u32 stage, const u8* source, u32 blocks, u32 pitch, u32 bar) {
 #pragma unroll
-    for (u32 b = 0; b < T::max_blocks; ++b) {
-        if (b < blocks) {
-            ptx::bulk_load(stage, source, kBlockBytes, bar);
-            stage += kBlockBytes;
-            source += pitch;
-        }
+    for (u32 b = 0; b < kMost; ++b) {
+        if (b < blocks) ptx::bulk_load(stage + b * kBlockBytes, source, kBlockBytes, bar);
+        source += pitch;
     }
 }
 
-// The strips of a window. What a part is comes from shared memory; the shuffles tell the compiler that all lanes agree, so that
-// addresses are worked out once for the warp.
+template <class T>
+__device__ __forceinline__ void load_strip(u32 stage, const u8* source, u32 blocks, u32 pitch, u32 bar) {
+    ptx::mbarrier_arrive_expect(bar, blocks * kBlockBytes);
+    if (blocks == 4) {
+        load_blocks<4>(stage, source, 4, pitch, bar);
+    } else {
+        load_blocks<T::max_blocks>(stage, source, blocks, pitch, bar);
+    }
+}
+
+// This warp's strips of a window: every kStreamWarps-th, from strip `next` of the coming part on. What a part is comes from
+// shared memory; the shuffles tell the compiler that all lanes agree, so that addresses are worked out once for the warp.
 template <class T, class Schedule>
 __device__ __forceinline__ void stream_strips(const Problem& problem, const ResidentLayout<T>& layout, Schedule& schedule,
-                                              u32 shared, RingPosition& at) {
+                                              u32 shared, u32& next, RingPosition& at) {
     Part part;
     while (schedule.next(part)) {
         const u32 expert = __shfl_sync(kFullWarp, part.expert, 0), first = __shfl_sync(kFullWarp, part.strip, 0);
-        const u32 end = first + __shfl_sync(kFullWarp, part.strips, 0);
+        const u32 strips = __shfl_sync(kFullWarp, part.strips, 0);
         const u8* weights = problem.packed + expert * problem.expert_bytes();
-        for (u32 strip = first; strip < end; ++strip) {
-            const u32 group = strip / kStrips, pitch = smaller(problem.strips() - group * kStrips, kStrips) * kBlockBytes;
+        for (; next < strips; next += T::stream_warps) {
+            const u32 strip = first + next, group = strip / kStrips;
+            const u32 pitch = smaller(problem.strips() - group * kStrips, kStrips) * kBlockBytes;
             const u8* source = weights + group * problem.group_bytes() + strip % kStrips * kBlockBytes;
             const u32 bar = shared + T::full + 8 * at.index;
             ptx::mbarrier_wait(bar + (T::empty - T::full), at.parity ^ 1);
@@ -48,15 +55,17 @@ __device__ __forceinline__ void stream_strips(const Problem& problem, const Resi
                 load_strip<T>(shared + layout.ring + at.index * layout.stage_bytes, source, layout.blocks, pitch, bar);
             }
             __syncwarp();
-            if (++at.index == layout.stages) {
-                at.index = 0;
+            at.index += T::stream_warps;
+            if (at.index >= layout.stages) {
+                at.index -= layout.stages;
                 at.parity ^= 1;
             }
         }
+        next -= strips;
     }
 }
 
-// The rows that a gather warp copies, every third of a tile: its lanes hold their pairs.
+// The rows that a gather warp copies, its share of a tile: its lanes hold their pairs.
 template <class T>
 struct RowGather {
     static constexpr u32 kHeld = ceil_div(ceil_div(T::max_rows, T::gather_warps), 32u);
@@ -116,7 +125,7 @@ template <class T, class Rows, class Schedule>
 __device__ __forceinline__ void gather_tiles(const Problem& problem, const ResidentLayout<T>& layout, const Rows& rows,
                                              Schedule& schedule, u32 shared, RingPosition& slot, RingPosition& buffer) {
     RowGather<T> gather;
-    gather.warp = ptx::thread_id() / 32 - T::math_warps - 1;
+    gather.warp = ptx::thread_id() / 32 - T::math_warps - T::stream_warps;
     gather.lane = ptx::thread_id() % 32;
     Part part;
     while (schedule.next(part)) {
@@ -137,25 +146,27 @@ __device__ __forceinline__ void gather_tiles(const Problem& problem, const Resid
     }
 }
 
-// All producer warps; `warp` 0 streams. The window after the last one is an item of no width: the end.
+// All producer warps, the streaming ones first. The window after the last one is an item of no width: the end.
 template <class T, class Rows>
 __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared, u32 warp) {
     const ResidentLayout<T> layout(problem.k_blocks());
     ResidentSchedule<T, Rows> schedule(rows, shared, problem.strips(), layout.tile_rows);
-    RingPosition strip, slot, buffer;
+    RingPosition place, buffer;  // place: of the next strip's stage, or of the next item's slot
+    u32 next = warp;
+    if (warp < T::stream_warps) place.index = warp;
     while (schedule.open_window()) {
-        if (warp == 0) {
-            stream_strips<T>(problem, layout, schedule, shared, strip);
+        if (warp < T::stream_warps) {
+            stream_strips<T>(problem, layout, schedule, shared, next, place);
         } else {
-            gather_tiles<T>(problem, layout, rows, schedule, shared, slot, buffer);
+            gather_tiles<T>(problem, layout, rows, schedule, shared, place, buffer);
         }
     }
-    if (warp == 0) return;
-    ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
-    if (warp == 1 && ptx::thread_id() % 32 == 0) {
-        ptx::store_shared_v4(shared + T::slot_base + slot.index * T::slot_bytes, make_uint4(0, 0, 0, 0));
+    if (warp < T::stream_warps) return;
+    ptx::mbarrier_wait(shared + T::item_empty + 8 * place.index, place.parity ^ 1);
+    if (warp == T::stream_warps && ptx::thread_id() % 32 == 0) {
+        ptx::store_shared_v4(shared + T::slot_base + place.index * T::slot_bytes, make_uint4(0, 0, 0, 0));
     }
-    ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
+    ptx::mbarrier_arrive(shared + T::item_full + 8 * place.index);
 }
 
 }  // namespace gemm

@@ -60,7 +60,7 @@ __device__ __forceinline__ Window find_runs(const IndexedRows& rows, u32 shared,
         if (line < rows.num_slots) ptx::prefetch_line(rows.sorted_ids + line);
     }
     u32 owner[kEach];
-    const u32 blocks = rows.filled_blocks();
+    const u32 blocks = rows.blocks();
     u32 runs = 0, at = first, side = 0;
     bool room = true;
     while (room && at < blocks) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ Window find_runs(const IndexedRows& rows, u32 shared,
         ptx::store_shared(shared + T::run_tile + 4 * (runs - 1), at);  // the last run goes on to the window's end
     }
     ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
-    rows.fill_rows<T>(shared, runs);
+    fill_rows<T>(rows, shared, runs);
     return {runs, at, at >= blocks};
 }
 

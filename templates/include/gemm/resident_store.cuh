@@ -10,12 +10,13 @@
 
 namespace gemm {
 
-// A warp's share of a strip: passes of four rows, eight lanes a row. Slots without a row hold kNoRow and are not written.
-template <class T>
-__device__ __forceinline__ void store_staged(bf16* column, u32 outputs, u32 staging, u32 ids, u32 rows, u32 share) {
-    constexpr u32 kStep = 4 * T::store_warps, kBatch = 4;
-    const u32 lane = threadIdx.x % 32, place = lane % 8 * 16;
-    for (u32 row = share * 4 + lane / 8; row < rows; row += kBatch * kStep) {
+// A warp's share of a strip: kLanes lanes a row, so 8 * kLanes columns of 32 / kLanes rows in a pass. `column`: this lane's 8
+// columns of row 0. Slots without a row hold kNoRow and are not written.
+template <class T, u32 kLanes>
+__device__ __forceinline__ void store_staged(bf16* column, u32 columns, u32 staging, u32 ids, u32 rows, u32 share) {
+    constexpr u32 kPass = 32 / kLanes, kStep = kPass * T::store_warps, kBatch = 4;
+    const u32 lane = threadIdx.x % 32, place = lane % kLanes * 16;
+    for (u32 row = share * kPass + lane / kLanes; row < rows; row += kBatch * kStep) {
         u32 pair[kBatch];
         uint4 values[kBatch];
 #pragma unroll
@@ -26,7 +27,7 @@ __device__ __forceinline__ void store_staged(bf16* column, u32 outputs, u32 stag
         }
 #pragma unroll
         for (u32 i = 0; i < kBatch; ++i) {
-            if (pair[i] != kNoRow) *reinterpret_cast<uint4*>(column + u64{pair[i]} * outputs) = values[i];
+            if (pair[i] != kNoRow) *reinterpret_cast<uint4*>(column + u64{pair[i]} * columns) = values[i];
         }
     }
 }
@@ -44,10 +45,16 @@ __device__ __forceinline__ void store_parts(const Problem& problem, u32 shared, 
         const uint4 header = ptx::load_shared_v4(place);  // width, strips, first output, rows
         if (header.x == 0) break;
         for (; next < header.y; next += T::groups) {
-            bf16* column = problem.out + output_column(problem, header.z + next * kBlock + lane % 8 * 8);
+            const u32 output = header.z + next * kBlock, ids = place + T::slot_ids;
             ptx::mbarrier_wait(full, parity);
             parity ^= 1;
-            store_staged<T>(column, problem.outputs, staging, place + T::slot_ids, header.w, share);
+            if (problem.swiglu()) {
+                bf16* column = problem.out + output / 2 + lane % 4 * 8;
+                store_staged<T, 4>(column, problem.columns(), staging, ids, header.w, share);
+            } else {
+                bf16* column = problem.out + output_column(problem, output + lane % 8 * 8);
+                store_staged<T, 8>(column, problem.columns(), staging, ids, header.w, share);
+            }
             __syncwarp();
             if (lane == 0) ptx::mbarrier_arrive(empty);
         }

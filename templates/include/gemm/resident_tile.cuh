@@ -8,21 +8,23 @@ namespace gemm {
 
 // kGroups: math warpgroups, each with a strip of its own. kMaxRows: most token rows of a tile. kMaxK: largest K.
 // kBuffers: row tiles held at once. kStoreWarps: warps that store what one math warpgroup has multiplied.
-template <u32 kGroups, u32 kMaxRows, u32 kMaxK, u32 kBuffers, u32 kStoreWarps>
+// kStreamWarps, kGatherWarps: the producer's warps, which stream weights, strip by strip in turn, and gather rows.
+template <u32 kGroups, u32 kMaxRows, u32 kMaxK, u32 kBuffers, u32 kStoreWarps, u32 kStreamWarps, u32 kGatherWarps>
 struct ResidentTile {
     static constexpr u32 groups = kGroups, max_rows = kMaxRows, buffers = kBuffers, slots = kBuffers + 1;
     static constexpr u32 max_blocks = kMaxK / kBlock;
 
-    // Behind the math warps: one warp streams weights, three gather token rows, the others store.
+    // Behind the math warps: warps that stream weights, that gather token rows, that store.
     static constexpr u32 math_warps = 4 * kGroups, math_threads = 32 * math_warps;
-    static constexpr u32 gather_warps = 3, producer_threads = 32 * (1 + gather_warps);
+    static constexpr u32 stream_warps = kStreamWarps, gather_warps = kGatherWarps;
+    static constexpr u32 producer_warps = kStreamWarps + kGatherWarps, producer_threads = 32 * producer_warps;
     static constexpr u32 store_warps = kStoreWarps, all_store_warps = kGroups * kStoreWarps;
-    static constexpr u32 helper_warps = round_up(1 + gather_warps + all_store_warps, 4u);
+    static constexpr u32 helper_warps = round_up(producer_warps + all_store_warps, 4u);
     static constexpr u32 threads = math_threads + 32 * helper_warps;
 
     // Registers a thread: what the launch reserves, and how the warpgroups share it out (in steps of 8).
     static constexpr u32 entry_registers = 65536 / threads / 8 * 8;
-    static constexpr u32 helper_registers = kGroups == 4 ? 48 : 56;
+    static constexpr u32 helper_registers = helper_warps > 8 || kGroups == 4 ? 48 : 56;
     static constexpr u32 math_registers =
         (threads * entry_registers - 32 * helper_warps * helper_registers) / math_threads / 8 * 8;
 
@@ -52,7 +54,7 @@ struct ResidentTile {
     // The ring holds at least this much, so that weights keep streaming, and a strip for each warpgroup and one more.
     static constexpr u32 min_ring_bytes = 54 * 1024;
 
-    static_assert(kMaxRows % 8 == 0 && kMaxRows <= 192, "a tile holds 8, 16, ... 192 rows");
+    static_assert(kMaxRows % 16 == 0 && kMaxRows >= 64 && kMaxRows <= 192, "a tile holds up to 64, 80, ... 192 rows");
     static_assert(kMaxK % kBlock == 0, "k comes in blocks");
     static_assert(tokens + min_ring_bytes < smem_bytes, "no room for tokens");
 };
