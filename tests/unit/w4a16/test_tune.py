@@ -52,6 +52,18 @@ def test_tables_that_borrow_the_arms_get_the_routes_too(tmp_path):
         assert "-tune.json" in rows["sm_90a",]["note"]
 
 
+def test_shapes_that_different_programs_serve_have_routes_of_their_own():
+    assert w4a16.k_sides([None, None]) == [(64, 1 << 20)]
+    sides = w4a16.k_sides([None, 512, 1024, 512])
+    assert sides == [(64, 512), (576, 1024), (1088, 1 << 20)]
+    times = {sides[0]: {8: {"short": [2.0], "wrong": [1.0]}}, sides[2]: {8: {"short": [3.0], "tall": [2.0]}}}
+    boxes = list(w4a16._boxes(times, {"wrong"}, 0.02))
+    assert [(box.ranges, box.intervals[0].arm) for box in boxes] == [
+        ({"k": sides[0]}, "short"),
+        ({"k": sides[2]}, "tall"),
+    ]
+
+
 def test_the_table_takes_them_and_keeps_the_rest(tmp_path):
     source = _paths.registry_dir() / "moe_w4a16.toml"
     routes = w4a16.intervals({8: {"mma_r32": [1.0]}, 64: {"wgmma_r64": [1.0]}}, 0.02)
