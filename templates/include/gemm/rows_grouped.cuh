@@ -43,8 +43,8 @@ struct ContiguousRows {
     static constexpr u32 block_m = 128;
 
     __device__ __forceinline__ u32 pair(u32 slot) const {
-        if (m_indices == nullptr) return slot;
-        return slot < num_rows && static_cast<u32>(m_indices[slot]) < num_experts ? slot : kNoRow;
+        if (slot >= num_rows) return kNoRow;  // experts that share rows may be more work than the schedule can count
+        return m_indices == nullptr || static_cast<u32>(m_indices[slot]) < num_experts ? slot : kNoRow;
     }
     __device__ __forceinline__ u32 source_row(u32 pair) const { return pair; }
 
