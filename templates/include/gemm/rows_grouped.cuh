@@ -19,7 +19,7 @@ __device__ __forceinline__ Window load_expert_runs(const Source& source, u32 num
     constexpr u32 kThreads = T::producer_threads;
     const u32 thread = threadIdx.x - T::math_threads, runs = smaller(num_experts - first, kRuns);
 #pragma unroll
-    for (u32 j = 0; j < kRuns / kThreads; ++j) {
+    for (u32 j = 0; j < ceil_div(kRuns, kThreads); ++j) {
         const u32 run = j * kThreads + thread;
         if (run < runs) {
             const Range range = source.range(first + run);
