@@ -59,7 +59,7 @@ def measure_cell(
     prepared = checked_rows(cell, work, weights)
     calls: dict[str, Callable[[], object]] = {"chord": prepared.launch}
     if cell.scenario == MASKED:
-        calls["large_slab"] = checked_rows(cell, work, weights, rows_each=LARGE_SLAB).launch
+        calls["large_slab"] = checked_rows(cell, work, weights, rows_each=LARGE_SLAB)
     if cell.scenario == SORTED:
         calls |= _unsorted(cell, weights)
     own = len(calls)
@@ -136,7 +136,7 @@ def _unsorted(cell: GroupedCell, weights: Weights) -> dict[str, Callable[[], obj
     source = drawn.ids.flatten().argsort(stable=True) // drawn.top_k
     target = torch.empty(drawn.pairs, cell.shape.k, dtype=torch.bfloat16, device=drawn.x.device)
     return {
-        "indexed": checked_launch(drawn, weights).launch,
+        "indexed": checked_launch(drawn, weights),
         "gather": lambda: torch.index_select(drawn.x, 0, source, out=target),
     }
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from chord.errors import TableError
+from chord.registry.decoding import read_bounded
 from chord.registry.schema import Axis, Constant, Positive
 
 if sys.version_info >= (3, 11):
@@ -25,6 +26,10 @@ Expression = int | str
 """A number, or a Jinja expression over the program's constants that gives one."""
 
 T = TypeVar("T")
+
+_TABLE_BYTES = 1 << 20
+_MOST_DOTS = 40
+"""Far above any table's."""
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -199,12 +204,25 @@ def load_struct(path: Path, kind: type[T], shown_as: str | None = None) -> T:
 def _read(path: Path, shown_as: str | None) -> tuple[dict[str, Any], Cells]:
     name = shown_as or str(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text), Cells(name, text)
+        text = read_bounded(path, _TABLE_BYTES).decode("utf-8")
     except OSError as error:
         raise TableError(f"{name}: expected a readable TOML file, got {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise TableError(f"{name}: expected TOML: {error}") from error
+    _refuse_long_keys(name, text)
+    try:
+        return tomllib.loads(text), Cells(name, text)
+    except RecursionError:
+        raise TableError(f"{name}: expected TOML, got one that is nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
+        raise TableError(f"{name}: expected TOML: {error}") from error
+
+
+def _refuse_long_keys(name: str, text: str) -> None:
+    """The parser's memory grows with the square of a dotted key's length. Raises TableError."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MOST_DOTS:
+            raise TableError(f"{name}:{number}: expected at most {_MOST_DOTS} dots in a line, got {line.count('.')}")
 
 
 def _gather(

@@ -100,14 +100,13 @@ class PreparedMoeW4A16:
     the same output.
     """
 
-    __slots__ = ("_keep", "launch", "out", "program")
+    __slots__ = ("launch", "out", "program")
 
     def __init__(self, prepared: Prepared, out: torch.Tensor) -> None:
         self.launch = prepared.launch
-        """The bare launch; calling it skips one Python frame."""
+        """The bare launch, which keeps the buffers alive by itself; calling it skips one Python frame."""
         self.program = prepared.program
         """Name of the program that runs; "reference" on a CPU, "" where there is nothing to do."""
-        self._keep = prepared.keep
         self.out = out
 
     def __call__(self) -> None:
@@ -144,7 +143,7 @@ def prepare_moe_w4a16(
     if not x.is_cuda:
         tensors = (x, data, *blocks, row_weight, out)
         scalars = (shape, top_k, block_m, expected_rows, invariant, zero_missing, swiglu)
-        return PreparedMoeW4A16(Prepared(lambda: ops.run(*tensors, *scalars), "reference", tensors), out)
+        return PreparedMoeW4A16(Prepared(lambda: ops.run(*tensors, *scalars), "reference"), out)
     if x.shape[0] and blocks.expert_ids.numel():
         prepared = launch.prepare_gemm(
             x, data, blocks, row_weight, out, shape,
@@ -152,7 +151,7 @@ def prepare_moe_w4a16(
             program=program,
         )  # fmt: skip
     else:
-        prepared = Prepared(lambda: None, "", ())
+        prepared = Prepared(lambda: None, "")
     if zero_missing:
         prepared = prepared._replace(launch=cleared_first(out, prepared.launch))
     return PreparedMoeW4A16(prepared, out)

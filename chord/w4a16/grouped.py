@@ -148,19 +148,19 @@ def _prepare(
         out = grouped_ops.new_output(x, shape, settings.swiglu)
     grouped_ops.check_out(out, x, shape, settings.swiglu)
     grouped_ops.check_buffers(x, data, rows, settings, out)
-    kept = (x, data, rows, settings.row_weight, out)
     if not x.is_cuda:
         written = out
         return PreparedMoeW4A16(
-            Prepared(lambda: grouped_ops.run(x, data, rows, written, shape, settings), "reference", kept), out
+            Prepared(lambda: grouped_ops.run(x, data, rows, written, shape, settings), "reference"), out
         )
     if out.numel():
+        values = grouped_ops.gemm_values(x, data, rows, out, shape, settings)
         prepared = launch.prepare(
-            rows.operator, grouped_ops.gemm_values(x, data, rows, out, shape, settings), x.device.index, shape,
-            settings.expert_rows, settings.invariant, program, kept,
+            rows.operator, values, x.device.index, shape, settings.expert_rows, settings.invariant, program,
+            (x, data, rows, settings.row_weight, out),
         )  # fmt: skip
     else:
-        prepared = Prepared(lambda: None, "", ())
+        prepared = Prepared(lambda: None, "")
     if settings.zero_missing:
         prepared = prepared._replace(launch=cleared_first(out, prepared.launch))
     return PreparedMoeW4A16(prepared, out)

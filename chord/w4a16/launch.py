@@ -83,8 +83,8 @@ def prepare_gemm(
 ) -> Prepared:
     """Binds what `gemm` would launch to checked buffers; it follows torch's current stream."""
     values = gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m, swiglu=swiglu)
-    kept = (x, packed, *plan, row_weight, out)
-    return prepare(OPERATOR, values, x.device.index, shape, expert_rows, invariant, program, kept)
+    owners = (x, packed, *plan, row_weight, out)
+    return prepare(OPERATOR, values, x.device.index, shape, expert_rows, invariant, program, owners)
 
 
 def prepare(
@@ -95,11 +95,13 @@ def prepare(
     expert_rows: int,
     invariant: bool,
     program: str | None,
-    kept: object,
+    owners: object,
 ) -> Prepared:
-    """Binds what `launch` would launch; `kept` are the buffers, to stay alive."""
+    """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
     kernel = _chosen(operator, device, shape, expert_rows, invariant, program)
-    return Prepared(kernel.prepare(values, stream=_runtime.stream_provider(device)), kernel.name, kept)
+    bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    bound.make_ready(_runtime.raw_stream(device))
+    return Prepared(bound, kernel.name)
 
 
 def gemm_values(

@@ -25,6 +25,9 @@ SHAPES = {
     "ep32_gate_up": (WeightShape(12, 4096, 7168, gated=True), 150),
     "tp8_gate_up": (WeightShape(384, 512, 7168, gated=True), 4),
     "tp8_down": (WeightShape(384, 7168, 256), 9),
+    "qwen3_235b_down": (WeightShape(16, 4096, 1536), 30),
+    "deepseek_v3_gate_up": (WeightShape(32, 4096, 7168, gated=True), 12),
+    "glm_4_6_gate_up": (WeightShape(20, 3072, 5120, gated=True), 60),
     "many_experts": (WeightShape(1024, 64, 128), 3),
 }
 SMALL = ("one_block", "short_group", "gated_short_group", "many_experts")

@@ -146,6 +146,16 @@ def test_the_launch_follows_the_current_stream(many, api):
     assert api.launches[0]["config"] is api.launches[2]["config"]
 
 
+def test_the_first_launch_finds_its_configuration_made(many, api, monkeypatch):
+    """After preload a first launch is to cost what later ones do (R09): nothing is left for it to set up."""
+    fixed, followed = many.prepare(GOOD, stream=7), many.prepare(GOOD, stream=lambda: 9)
+    followed.make_ready(9)
+    monkeypatch.setattr(Driver, "launch_config", None)
+    fixed()
+    followed()
+    assert [launched["stream"] for launched in api.launches] == [7, 9]
+
+
 def test_streams_without_end_do_not_pile_up(many, api):
     streams = iter(range(1, 2000))
     launch = many.prepare(GOOD, stream=lambda: next(streams))
@@ -281,6 +291,18 @@ def test_the_cuda_array_interface(many, api):
     launch()
     assert slots(api.launches[0]["params"], *TYPES)[0] == 0x2000
     del launch, api.launches[:]
+    gc.collect()
+    assert seen() is None
+
+
+def test_owners_of_addresses_live_as_long_as_the_launch(many):
+    owner = Interface()
+    seen = weakref.ref(owner)
+    launch = many.prepare(GOOD, stream=1, owners=(owner,))
+    del owner
+    gc.collect()
+    assert seen() is not None
+    del launch
     gc.collect()
     assert seen() is None
 
