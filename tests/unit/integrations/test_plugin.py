@@ -63,6 +63,13 @@ def test_other_releases_are_told_what_to_do(version: str) -> None:
     assert "VLLM_PLUGINS" in said
 
 
+@pytest.mark.parametrize("host", [hosts.VLLM, hosts.SGLANG], ids=lambda host: host.distribution)
+def test_the_extras_declare_the_same_releases(host: hosts.Host) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (found,) = re.findall(rf'^{host.distribution} = \["{host.distribution}>=(\S+),<(\S+)"\]', text, re.MULTILINE)
+    assert found == (".".join(map(str, host.first)), ".".join(map(str, host.end)))
+
+
 def test_an_absent_host() -> None:
     assert hosts.installed(hosts.Host("chord-no-such-host", (0, 1), (0, 2), "")) is None
     assert "not installed" in str(hosts.refusal(hosts.VLLM, None))
