@@ -15,6 +15,9 @@ _CHECKS = {
     ),
     "route_plan": ("every entry of the plan against the reference, absent experts among them",),
     "moe_w4a16": ("outputs against exact products: shapes, routings with absent experts, block sizes",),
+    "moe_swiglu": ("outputs against torch, rows that do not exist and what lies around them untouched",),
+    "moe_scatter": ("outputs against torch, rows that do not exist and what lies around them untouched",),
+    "moe_combine": ("outputs against torch, routes that do not count among them",),
     "w4a16_pack": ("every byte against the reference packing",),
     "w4a16_unpack": ("every byte against what was packed",),
 }
