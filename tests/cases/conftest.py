@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from load.hammer import copy_registry
 
 from chord import _settings
 from chord.registry import Registry
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default"))  # torch's own warnings are not ours to forbid
 
 
 @pytest.fixture(autouse=True)
@@ -31,4 +40,5 @@ def device(request):
     """Where an operator runs: the plain reference, or the kernels."""
     import torch
 
+    torch.set_num_threads(1)  # the cases are small: more threads wait for each other
     return torch.device("cpu") if request.param == "cpu" else torch.device("cuda", torch.cuda.current_device())
