@@ -204,7 +204,7 @@ def test_signatures_and_receipts_travel(clone: Path, python: Python, tmp_path: P
 
 
 def test_a_commit_is_reproduced_from_a_clean_clone(clone: Path, tmp_path: Path) -> None:
-    """scripts/reproduce.sh, in this environment instead of a fresh one, and a deployed folder that was tampered with."""
+    """scripts/reproduce.sh, in this environment instead of a fresh one, and a deployed folder with other bytes."""
     build(tree=Tree(clone), jobs=2)
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     for words in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "all")):
