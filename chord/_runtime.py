@@ -15,11 +15,10 @@ from chord.registry.schema import Operator
 
 
 class Prepared(NamedTuple):
-    """A launch bound to its buffers, the program's name, and what must stay alive while it is used."""
+    """A launch bound to its buffers, which it keeps alive, and the program's name."""
 
     launch: Callable[[], object]
     program: str
-    keep: object
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from chord.errors import SettingsError
 
 PREFIX = "CHORD_"
 KNOWN = {
+    "CHORD_HUMMING": "0 or 1: vLLM's plugin puts chord's stand-in for the package `humming` first on the import path",
     "CHORD_REGISTRY": "folder that holds manifest.json and the cubin store, instead of the packaged registry",
     "CHORD_PIN": "SHA-256 digest that the manifest must have, 64 lower-case hex digits",
     "CHORD_LOCK": "lock file (`chord lock`) that the registry must agree with",
@@ -44,6 +45,7 @@ class Settings:
     require_receipt: bool = False
     sm90_decode: bool | None = None
     use_grouped: bool | None = None
+    humming: bool | None = None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -59,6 +61,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         require_receipt=_switch(environ, "CHORD_REQUIRE_RECEIPT") or False,
         sm90_decode=_label(environ, "CHORD_SM90_DECODE"),
         use_grouped=_label(environ, "CHORD_USE_GROUPED"),
+        humming=_switch(environ, "CHORD_HUMMING"),
     )
 
 

@@ -8,6 +8,7 @@ one function each through tvm_ffi), `whl/apache_tvm_ffi-*.whl` unless tvm_ffi is
 from __future__ import annotations
 
 import importlib
+import stat
 import subprocess
 import sys
 import tempfile
@@ -120,7 +121,10 @@ def from_wheel(folder: Path, module: str, distribution: str) -> Any:  # noqa: AN
             raise RuntimeError(f"expected {distribution} installed, or its wheel in {folder}/whl") from None
         target = tempfile.mkdtemp(prefix="chord-peers-")
         with zipfile.ZipFile(wheels[-1]) as wheel:
-            wheel.extractall(target)
+            for entry in wheel.infolist():
+                path = Path(wheel.extract(entry, target))
+                if entry.external_attr >> 16 & stat.S_IXUSR:  # zipfile drops modes; Humming runs a compiler of its own
+                    path.chmod(path.stat().st_mode | stat.S_IXUSR)
         sys.path.insert(0, target)
         return importlib.import_module(module)
 

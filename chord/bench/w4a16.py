@@ -71,11 +71,9 @@ class Weights(NamedTuple):
 def cells(scenarios: Iterable[str] | None = None, *, long: bool = False) -> list[Cell]:
     """The cells of the suite, those that share weights one after the other. long: prefill up to 16384 tokens, too.
 
-    scenarios: some of ep8_decode, ep8_prefill and tp8; default all.
+    scenarios: some of ep8_decode, ep8_prefill and tp8; default all. Others are none of these cells'.
     """
     wanted = set(SHAPES if scenarios is None else scenarios)
-    if not wanted <= set(SHAPES):
-        raise ValueError(f"scenarios: expected some of {sorted(SHAPES)}, got {sorted(wanted - set(SHAPES))}")
     prefill = (*PREFILL_TOKENS, *LONG_TOKENS) if long else PREFILL_TOKENS
     counts = {"ep8_decode": DECODE_TOKENS, "ep8_prefill": prefill, "tp8": prefill}
     return [
@@ -105,8 +103,13 @@ def run(
 ) -> Results:
     """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
-    progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has no time.
+    scenarios: some of SHAPES, of w4a16_grouped.SIZES, and w4a16_swiglu.SWIGLU; default all. long: prefill of SHAPES up
+    to 16384 tokens as well. progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a
+    wrong kernel has no time.
     """
+    from chord.bench import w4a16_grouped, w4a16_swiglu  # which build on this module
+
+    chosen = _chosen(scenarios, (*w4a16_grouped.SIZES, w4a16_swiglu.SWIGLU))
     found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
@@ -118,12 +121,31 @@ def run(
 
     add(measure_read(timer, samples))
     weights: Weights | None = None
-    for cell in cells(scenarios, long=long):
+    every: list[Cell | w4a16_swiglu.SwigluCell | w4a16_grouped.GroupedCell] = [
+        *cells(chosen, long=long),
+        *w4a16_swiglu.cells(chosen),
+        *w4a16_grouped.cells(chosen),
+    ]
+    for cell in every:
         if weights is None or weights.packed.shape != cell.shape:
             weights = None  # before the next ones are made: both need not fit
             weights = make_weights(cell.shape)
-        add(measure_cell(cell, weights, timer, list(found.values()), samples))
+        given = (weights, timer, list(found.values()), samples)
+        if isinstance(cell, Cell):
+            add(measure_cell(cell, *given))
+        elif isinstance(cell, w4a16_swiglu.SwigluCell):
+            add(w4a16_swiglu.measure_cell(cell, *given))
+        else:
+            add(w4a16_grouped.measure_cell(cell, *given))
     return results
+
+
+def _chosen(scenarios: Iterable[str] | None, grouped: Iterable[str]) -> set[str]:
+    known = {*SHAPES, *grouped}
+    chosen = known if scenarios is None else set(scenarios)
+    if not chosen <= known:
+        raise ValueError(f"scenarios: expected some of {sorted(known)}, got {sorted(chosen - known)}")
+    return chosen
 
 
 def usable_peers(folder: Path) -> dict[str, Peer]:
@@ -163,7 +185,7 @@ def measure_cell(cell: Cell, weights: Weights, timer: EventTimer, peers: Sequenc
     prepared = checked_launch(work, weights)
     calls: dict[str, Callable[[], object]] = {"chord": prepared.launch}
     for peer in peers:
-        calls |= _working(peer, work)
+        calls |= working(peer, work, peer.calls)
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
     ours = times.pop("chord")
     arch = _runtime.architecture(work.x.device.index)
@@ -221,12 +243,14 @@ def sampled_problem(work: Work, weights: Weights, out: torch.Tensor) -> str:
     return "" if error <= allowed else f"RMS error {error:.3e} over {picked.numel()} rows, allowed {allowed:.3e}"
 
 
-def _working(peer: Peer, work: Work) -> dict[str, Callable[[], object]]:
+def working(
+    peer: Peer, work: Work, calls: Callable[[Work], dict[str, Callable[[], object]]]
+) -> dict[str, Callable[[], object]]:
     """The peer's launches that run, each tried once."""
     found: dict[str, Callable[[], object]] = {}
     name = type(peer).__name__
     try:
-        for name, call in peer.calls(work).items():
+        for name, call in calls(work).items():
             call()
             torch.cuda.synchronize()
             found[name] = call

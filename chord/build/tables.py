@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -104,6 +104,16 @@ class RouteRow(_Row, frozen=True, kw_only=True):
     """The row's remaining keys: [first, last] per range axis."""
 
 
+class BorrowRow(_Row, frozen=True, kw_only=True):
+    """Arms and programs of another operator, with another template and other arguments."""
+
+    operator: str
+    instead_of: str
+    """Template of the arms that are taken."""
+    template: str
+    args: tuple[str, ...]
+
+
 class Table(_Row, frozen=True, kw_only=True):
     """One operator's file."""
 
@@ -113,6 +123,7 @@ class Table(_Row, frozen=True, kw_only=True):
     axes: tuple[Axis, ...]
     tags: dict[str, str]
     args: dict[str, str]
+    borrow: tuple[BorrowRow, ...] = ()
     arms: tuple[ArmRow, ...] = ()
     programs: tuple[ProgramRow, ...] = ()
     routes: tuple[RouteRow, ...] = ()
@@ -160,6 +171,22 @@ def load(path: Path, shown_as: str | None = None) -> tuple[Table, Cells]:
     _gather(data, "programs", ("arm", "archs", "only"), ranges, "fixed", cells)
     _gather(data, "routes", ("archs", "table", "note", "only"), ranges[1:], "ranges", cells)
     return _convert(data, Table, cells), cells
+
+
+def lend(table: Table, cells: Cells, others: Mapping[str, Table]) -> Table:
+    """The table with the arms and programs that it borrows in front of its own. Raises TableError if there are none."""
+    arms: list[ArmRow] = []
+    programs: list[ProgramRow] = []
+    for index, borrow in enumerate(table.borrow):
+        lender = others.get(borrow.operator)
+        lent = [arm for arm in lender.arms if arm.template == borrow.instead_of] if lender else []
+        if lender is None or not lent:
+            cell = f"borrow[{index}].operator"
+            raise cells.error(cell, f"expected a table with arms of {borrow.instead_of}, got {borrow.operator!r}")
+        names = [arm.name for arm in lent]
+        arms += (msgspec.structs.replace(arm, template=borrow.template, args=borrow.args) for arm in lent)
+        programs += (row for row in lender.programs if row.arm in names)
+    return msgspec.structs.replace(table, arms=(*arms, *table.arms), programs=(*programs, *table.programs))
 
 
 def load_registry(path: Path, shown_as: str | None = None) -> RegistryRow:

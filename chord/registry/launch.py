@@ -64,15 +64,22 @@ class Kernel:
         """Size of the program's scratch memory for that many tokens; 0 when it needs none."""
         return self.program.workspace.bytes + self.program.workspace.bytes_per_token * num_tokens
 
-    def prepare(self, arguments: Mapping[str, object], *, stream: StreamProvider | int | None = None) -> PreparedLaunch:
+    def prepare(
+        self,
+        arguments: Mapping[str, object],
+        *,
+        stream: StreamProvider | int | None = None,
+        owners: object = None,
+    ) -> PreparedLaunch:
         """Bind every argument of `args` by name; the result can be launched any number of times.
 
         Buffers are addresses, None (null) or contiguous arrays on this device (DLPack, `__cuda_array_interface__`),
         which the result keeps alive; parameters are numbers. stream: a handle, or a provider that is asked at every
-        launch; without one the device's default stream. Raises ValueError naming the argument. May be called inside
-        a capture.
+        launch; without one the device's default stream. owners: kept alive as well, for buffers given by address.
+        Raises ValueError naming the argument. May be called inside a capture.
         """
         packed = self._packer.pack(arguments, self.device, self._driver)
+        packed = packed._replace(keep=(*packed.keep, owners))
         launches = [(step.kernel, step.function, self._blocks(step, arguments)) for step in self._steps]
         made = PreparedLaunch(self.name, self.device, self._driver, packed, launches, _provider(stream))
         if not callable(stream):

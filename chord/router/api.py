@@ -102,14 +102,13 @@ class PreparedFusedRouter:
     runs would write the same buffers.
     """
 
-    __slots__ = ("_keep", "launch", "plan", "program", "topk_ids", "topk_weights")
+    __slots__ = ("launch", "plan", "program", "topk_ids", "topk_weights")
 
     def __init__(self, prepared: Prepared, topk_weights: torch.Tensor, topk_ids: torch.Tensor, plan: RoutePlan) -> None:
         self.launch = prepared.launch
-        """The bare launch; calling it skips one Python frame."""
+        """The bare launch, which keeps the buffers alive by itself; calling it skips one Python frame."""
         self.program = prepared.program
         """Name of the program that runs; "reference" on a CPU."""
-        self._keep = prepared.keep
         self.topk_weights = topk_weights
         self.topk_ids = topk_ids
         self.plan = plan
@@ -155,7 +154,7 @@ def prepare_fused_router(
     elif program is not None:
         raise ValueError(f"program: expected None for CPU tensors, which run the reference, got {program!r}")
     else:
-        prepared = Prepared(lambda: ops.run_router(*arguments), "reference", arguments)
+        prepared = Prepared(lambda: ops.run_router(*arguments), "reference")
     return PreparedFusedRouter(prepared, topk_weights, topk_ids, plan)
 
 

@@ -109,10 +109,10 @@ def prepare_fused_router(
     workspace = workspaces.new(device, loaded.workspace_bytes, loaded.workspace_zeroed)
     values["workspace"] = workspace.data_ptr()
     named = dict(zip(loaded.arguments, loaded.pick(values), strict=True))
-    bound = loaded.kernel.prepare(named, stream=_runtime.stream_provider(device))
+    owners = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
+    bound = loaded.kernel.prepare(named, stream=_runtime.stream_provider(device), owners=owners)
     bound.make_ready(_runtime.raw_stream(device))
-    keep = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
-    return _runtime.Prepared(bound, loaded.name, keep)
+    return _runtime.Prepared(bound, loaded.name)
 
 
 def router_problem(logits: torch.Tensor, top_k: int, block_m: int) -> Problem:

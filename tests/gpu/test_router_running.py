@@ -133,6 +133,19 @@ def test_a_prepared_launch_follows_the_current_stream(device):
     assert router_problems(case, Settings(8), buffers) == []
 
 
+def test_the_bare_launch_alone_keeps_its_buffers(device):
+    case = normal_case(300, 896, torch.float32, device)
+    prepared = router.prepare_fused_router(case.logits.clone(), case.bias.clone(), top_k=16, block_m=8)
+    launch, ids, extent = prepared.launch, prepared.topk_ids, prepared.plan.num_tokens_post_padded
+    del prepared
+    garbage = [torch.full((size,), 1e9, device=device) for size in (case.logits.numel(), 896, 8192) for _ in range(8)]
+    launch()
+    expected = router.fused_router(case.logits, case.bias, top_k=16, block_m=8)
+    assert torch.equal(ids, expected.topk_ids)
+    assert torch.equal(extent, expected.plan.num_tokens_post_padded)
+    del garbage
+
+
 def test_two_threads_at_once(device, expect_none):
     """First use and later calls from several threads on one stream, and on streams of their own."""
     problems: list[str] = []

@@ -295,6 +295,18 @@ def test_the_cuda_array_interface(many, api):
     assert seen() is None
 
 
+def test_owners_of_addresses_live_as_long_as_the_launch(many):
+    owner = Interface()
+    seen = weakref.ref(owner)
+    launch = many.prepare(GOOD, stream=1, owners=(owner,))
+    del owner
+    gc.collect()
+    assert seen() is not None
+    del launch
+    gc.collect()
+    assert seen() is None
+
+
 @pytest.mark.parametrize(
     ("array", "message"),
     [

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
+import subprocess
 import xml.etree.ElementTree as ElementTree
+import zipfile
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chord.bench import docs, plot, report, results, router, stats, timing
+from chord.bench.peers import from_wheel
 from chord.bench.results import Results, Row
 
 
@@ -193,3 +199,15 @@ def test_documents_with_unknown_figures_are_refused(tmp_path):
     document.write_text("<!-- figures: host -->\n<!-- end of figures -->\n")
     with pytest.raises(ValueError, match=r"-host\.json, found none"):
         docs.update(document, tmp_path)
+
+
+def test_programs_of_a_peers_wheel_stay_executable(tmp_path):
+    (tmp_path / "whl").mkdir()
+    with zipfile.ZipFile(tmp_path / "whl" / "peer_of_ours-1.0-py3-none-any.whl", "w") as wheel:
+        for name, mode, text in (("__init__.py", 0o644, ""), ("tool", 0o755, "#!/bin/sh\necho compiled\n")):
+            entry = zipfile.ZipInfo(f"peer_of_ours/{name}")
+            entry.external_attr = (stat.S_IFREG | mode) << 16
+            wheel.writestr(entry, text)
+    folder = Path(from_wheel(tmp_path, "peer_of_ours", "peer_of_ours").__file__).parent
+    assert subprocess.check_output([folder / "tool"], text=True) == "compiled\n"
+    assert not os.access(folder / "__init__.py", os.X_OK)

@@ -134,7 +134,7 @@ class FakeKernel:
         self.prepared = []
         self.launched = []
 
-    def prepare(self, arguments, *, stream):
+    def prepare(self, arguments, *, stream, owners=None):
         self.prepared.append((dict(arguments), stream))
         return lambda: self.launched.append((dict(arguments), stream))
 
@@ -226,7 +226,7 @@ def test_a_plain_workspace_is_not_shared(gpu):
 def test_launches_that_share_a_workspace_do_not_interleave(gpu):
     lock = threading.Lock()
     kernel = FakeKernel()
-    kernel.prepare = lambda arguments, *, stream: lambda: kernel.launched.append(lock.locked())
+    kernel.prepare = lambda arguments, *, stream, owners=None: lambda: kernel.launched.append(lock.locked())
     launch._launch(loaded(kernel, 64, zeroed=True, lock=lock), {"num_tokens": 1}, 0)
     assert kernel.launched == [True]
     assert not lock.locked()

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_peers
+from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers, w4a16_swiglu
 from chord.bench.results import Results, Row
 from chord.w4a16.layout import WeightShape
 
@@ -40,7 +40,35 @@ def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
     assert {cell.tokens for cell in longer} == {1024, 2048, 4096, 8192, 16384}
     assert not {cell for cell in longer if cell.scenario == "ep8_decode"}
     with pytest.raises(ValueError, match=r"got \['dense'\]"):
-        w4a16.cells(["dense"])
+        w4a16._chosen(["dense"], w4a16_grouped.SIZES)
+    assert w4a16._chosen(None, w4a16_grouped.SIZES) > set(w4a16.SHAPES)
+
+
+def test_grouped_cells_are_those_of_the_goals():
+    every = w4a16_grouped.cells(w4a16_grouped.SIZES)
+    assert len(every) == len(set(every)) == 2 * (3 + 4 + 5)
+    assert sum(a.shape != b.shape for a, b in pairwise(every)) == 1
+    assert {cell.size for cell in w4a16_grouped.cells(["grouped_masked", "ep8_decode"])} == {8, 16, 32, 64}
+
+
+def test_swiglu_cells_share_the_weights_of_gate_up():
+    assert w4a16_swiglu.cells(["tp8"]) == []
+    assert {cell.shape for cell in w4a16_swiglu.cells([w4a16_swiglu.SWIGLU])} == {
+        w4a16.SHAPES["ep8_prefill"]["gate_up"]
+    }
+
+
+def test_grouped_rows_get_a_table_of_their_own():
+    rows = [
+        Row(scenario="grouped_masked", proj="down", rows_per_expert=size, program="p", us=100.0 + size,
+            peers={"humming_masked": 130.0}, chord={"large_slab": 101.0 + size})
+        for size in (16, 8)
+    ]  # fmt: skip
+    lines = report.w4a16_table(some_results(rows), "grouped_masked").splitlines()
+    assert "| rows an expert |" in lines[0]
+    assert "chord, large slab us" in lines[0]
+    assert lines[2] == "| down | 8 | `p` | 108.0 |  | 130.0 | 1.20x | 109.0 |  |"
+    assert plot.w4a16_series(some_results(rows), "grouped_masked", "down")["chord"] == [(8, 108.0), (16, 116.0)]
 
 
 def test_tokens_become_rows_as_the_split_has_it():
@@ -87,6 +115,23 @@ def test_documents_get_tables_and_a_plot_where_there_are_two_counts(tmp_path):
     }  # fmt: skip
 
 
+def test_a_region_takes_the_newest_run_that_has_its_scenario(tmp_path):
+    folder, page = tmp_path / "results", tmp_path / "w4a16.md"
+    page.write_text("<!-- figures: w4a16 grouped_masked -->\n<!-- end of figures -->\n")
+    results.write(some_results(ROWS), folder / results.file_name(some_results(ROWS)))
+    assert docs.update(page, folder)
+    assert "Not measured yet." in page.read_text()
+    rows = [Row(scenario="grouped_masked", proj="down", rows_per_expert=8, program="p", us=99.0)]
+    part = folder / results.file_name(some_results(rows), "grouped")
+    assert part.name == "2026-12-01-h200-w4a16-grouped.json"
+    results.write(some_results(rows), part)
+    assert docs.update(page, folder)
+    assert "| down | 8 | `p` | 99.0 |" in page.read_text()
+    found = docs.latest_with(folder, "w4a16", "ep8_decode")
+    assert found is not None
+    assert len(found.rows) == len(ROWS)
+
+
 def test_peers_get_the_block_size_and_the_plan_that_they_would_have():
     assert [w4a16_peers.marlin_block_m(8 * tokens, 48) for tokens in (20, 50, 128, 16384)] == [8, 16, 32, 64]
     shape = WeightShape(4, 64, 64)
@@ -122,7 +167,7 @@ def test_a_peer_that_fails_is_left_out_and_said_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     work = w4a16_peers.Work(WeightShape(1, 64, 64), torch.empty(1, 64), torch.zeros(1, 1, dtype=torch.int32), 1)
     with pytest.warns(UserWarning, match="fails left out at 1 rows of .*division"):
-        assert set(w4a16._working(Peer(), work)) == {"works"}
+        assert set(w4a16.working(Peer(), work, Peer().calls)) == {"works"}
 
 
 def test_peers_that_the_folder_lacks_are_left_out(tmp_path, monkeypatch):
