@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import chord
+from chord.checks import rows as row_checks
 from chord.checks.compare import check_ids, check_weights
 from chord.checks.inputs import expert_parallel_ids, normal_case
 from chord.checks.w4a16 import checkpoint, draw_experts, plan_of
@@ -43,6 +44,8 @@ class Case(NamedTuple):
     row: Callable[[Any, int], Outputs] | None = None
     """What a result says of one token."""
     prepare: Callable[..., Any] | None = None
+    torch_op: bool = True
+    """Whether it is one for users of torch, who trace it and capture its first call."""
 
 
 def tensors_of(arguments: Arguments) -> dict[str, torch.Tensor]:
@@ -169,6 +172,125 @@ def _gemm(name: str, shape: WeightShape, top_k: int, block_m: int, *, weighted: 
     )  # fmt: skip
 
 
+def _draw_rows(tokens: int, experts: int) -> torch.Tensor:
+    """[tokens] int64: the expert of each row, in order."""
+    return draw_experts("random", tokens, experts).sort().values
+
+
+def _grouped_problems(given: Arguments, owners: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> list[str]:
+    """Rows of x and out [R, ...] that belong to the experts `owners`, against exact products."""
+    if not len(owners):
+        return []
+    words, scales = chord.unpack_w4a16(given["packed"].to("cpu"))
+    rows = {e: (owners == e).nonzero().flatten() for e in range(words.shape[0])}
+    options = {"top_k": 1, "swiglu": given.get("swiglu", False)}
+    exact = reference.moe_w4a16(x.cpu(), words, scales, rows, **options, exact=True)
+    plain = reference.rms_error(reference.moe_w4a16(x.cpu(), words, scales, rows, **options), exact)
+    error = reference.rms_error(out.cpu(), exact)
+    return [] if error <= 1.1 * plain + 1e-9 else [f"RMS error {error:.3e}, the plain reference has {plain:.3e}"]
+
+
+def _contiguous(name: str, shape: WeightShape, *, indices: bool = False, **more: Any) -> Case:
+    def offsets_of(owners: torch.Tensor, device: torch.device) -> torch.Tensor:
+        counts = torch.bincount(owners, minlength=shape.experts)
+        return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32)
+
+    def make(tokens: int, device: torch.device) -> Arguments:
+        owners = _draw_rows(tokens, shape.experts)
+        told: Arguments = {"offsets": offsets_of(owners, device)}
+        if indices:
+            counts = torch.bincount(owners, minlength=shape.experts).tolist()
+            parts = [
+                torch.full((-(-n // 128) * 128,), -1).index_fill(0, torch.arange(n), e) for e, n in enumerate(counts)
+            ]
+            owners = torch.cat(parts)
+            told = {"m_indices": owners.to(device, torch.int32)}
+        x = torch.randn(len(owners), shape.k, generator=torch.Generator().manual_seed(tokens)).to(torch.bfloat16)
+        words, scales = checkpoint(shape, torch.device("cpu"))
+        packed = chord.pack_w4a16(words, scales, gated=shape.gated)
+        return {**moved({"x": x, "packed": packed}, device), **told, **more}
+
+    def owners_of(given: Arguments) -> torch.Tensor:
+        if indices:
+            return given["m_indices"].cpu().long()
+        return torch.repeat_interleave(torch.arange(shape.experts), given["offsets"].cpu().diff().long())
+
+    def problems(given: Arguments, out: torch.Tensor) -> list[str]:
+        owners = owners_of(given)
+        real = owners >= 0
+        return _grouped_problems(given, owners[real], given["x"].cpu()[real], out.cpu()[real])
+
+    def alone(given: Arguments, row: int) -> Arguments:
+        mine = owners_of(given)[row : row + 1]
+        return given | {"x": given["x"][row : row + 1].clone(), "offsets": offsets_of(mine, given["x"].device)}
+
+    return Case(
+        "moe_w4a16_contiguous", name, make, chord.moe_w4a16_contiguous,
+        lambda given, out: [out[(owners_of(given) >= 0).to(out.device)]],
+        problems,
+        ((0, shape.n // 2 if more.get("swiglu") else shape.n),),
+        alone=None if indices else alone,
+        row=None if indices else lambda out, row: [out[row]],
+        prepare=chord.prepare_moe_w4a16_contiguous,
+    )  # fmt: skip
+
+
+def _masked(name: str, shape: WeightShape, **more: Any) -> Case:
+    def make(tokens: int, device: torch.device) -> Arguments:
+        """Slabs of `tokens` rows, the first of them full."""
+        generator = torch.Generator().manual_seed(tokens)
+        counts = torch.randint(0, tokens + 1, (shape.experts,), generator=generator, dtype=torch.int32)
+        counts[0] = tokens
+        x = torch.randn(shape.experts, tokens, shape.k, generator=generator).to(torch.bfloat16)
+        x[torch.arange(tokens) >= counts[:, None]] = float("nan")
+        words, scales = checkpoint(shape, torch.device("cpu"))
+        packed = chord.pack_w4a16(words, scales, gated=shape.gated)
+        return moved({"x": x, "packed": packed, "counts": counts, "expected_rows": max(tokens // 2, 1), **more}, device)
+
+    def real(given: Arguments, slabs: torch.Tensor) -> torch.Tensor:
+        counts = given["counts"].to(slabs.device)
+        return slabs[torch.arange(slabs.shape[1], device=slabs.device) < counts[:, None]]
+
+    def problems(given: Arguments, out: torch.Tensor) -> list[str]:
+        owners = torch.repeat_interleave(torch.arange(shape.experts), given["counts"].cpu().long())
+        return _grouped_problems(given, owners, real(given, given["x"].cpu()), real(given, out.cpu()))
+
+    def alone(given: Arguments, row: int) -> Arguments:
+        """Row `row` of the first slab."""
+        counts = torch.zeros_like(given["counts"])
+        counts[0] = 1
+        return given | {"x": given["x"][:, row : row + 1].clone(), "counts": counts}
+
+    return Case(
+        "moe_w4a16_masked", name, make, chord.moe_w4a16_masked, lambda given, out: [real(given, out)], problems,
+        ((0, shape.n // 2 if more.get("swiglu") else shape.n),),
+        alone=alone, row=lambda out, row: [out[0, row]], prepare=chord.prepare_moe_w4a16_masked,
+    )  # fmt: skip
+
+
+def _rows(operator: str) -> Case:
+    """What moves rows into an output that it is given."""
+    function, variants = row_checks._CALLS[operator]
+
+    def make(tokens: int, device: torch.device) -> Arguments:
+        _, given, rows = next(iter(variants(tokens, 264)))
+        out = torch.full((rows, 264), 7.0, dtype=torch.bfloat16)
+        return moved({**given, "out": out}, device)
+
+    def call(**given: Any) -> torch.Tensor:
+        function(**given)
+        result: torch.Tensor = given["out"]
+        return result
+
+    def problems(given: Arguments, out: torch.Tensor) -> list[str]:
+        host = moved(given, torch.device("cpu"))
+        want = call(**{**host, "out": torch.full_like(host["out"], 7.0)})
+        close = torch.allclose(out.cpu().float(), want.float(), rtol=2.0**-7, atol=1e-5)
+        return [] if close else ["values differ"]
+
+    return Case(operator, "first", make, call, lambda given, out: [out], problems, ((0, 264),), torch_op=False)
+
+
 def _weights(experts: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     words, scales = checkpoint(WeightShape(max(experts, 1), 192, 320), torch.device("cpu"))
     return words.to(device), scales.to(device)
@@ -207,6 +329,12 @@ CASES = [
     _gemm("gate_up", WeightShape(8, 256, 128, gated=True), 4, 8, weighted=False),
     _gemm("down", WeightShape(8, 192, 320), 1, 16, weighted=True),
     _gemm("invariant", WeightShape(8, 128, 192), 4, 8, weighted=True, invariant=True),
+    _contiguous("offsets", WeightShape(8, 192, 128)),
+    _contiguous("m_indices", WeightShape(4, 128, 192), indices=True),
+    _contiguous("invariant", WeightShape(8, 256, 128, gated=True), swiglu=True, invariant=True),
+    _masked("slabs", WeightShape(8, 192, 128)),
+    _masked("invariant", WeightShape(4, 256, 128, gated=True), swiglu=True, invariant=True),
+    *(_rows(operator) for operator in row_checks.OPERATORS),
     _pack("words", plain=False),
     _pack("codes", plain=True),
     _unpack(),
@@ -214,6 +342,10 @@ CASES = [
 IDS = [f"{case.operator}-{case.name}" for case in CASES]
 TOKEN_CASES = [case for case in CASES if case.empty]
 TOKEN_IDS = [f"{case.operator}-{case.name}" for case in TOKEN_CASES]
+OP_CASES = [case for case in TOKEN_CASES if case.torch_op]
+OP_IDS = [f"{case.operator}-{case.name}" for case in OP_CASES]
+MASKED_CASES = [case for case in CASES if case.operator == "moe_w4a16_masked"]
+MASKED_IDS = [case.name for case in MASKED_CASES]
 ROW_CASES = [case for case in CASES if case.alone]
 ROW_IDS = [f"{case.operator}-{case.name}" for case in ROW_CASES]
 PREPARED_CASES = [case for case in CASES if case.prepare]
