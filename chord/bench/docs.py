@@ -86,11 +86,8 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
 
 def _layer(scenario: str, folder: Path) -> str:
     """Whole layers in a framework; a line that says so where no run has the scenario."""
-    found = [read(path) for path in sorted(folder.glob("*-layer.json"), reverse=True)]
-    for results in found:
-        if any(row.scenario == scenario for row in results.rows):
-            return f"{setting(results)}\n\n{layer_table(results, scenario)}"
-    return "Not measured yet.\n"
+    results = latest_with(folder, "layer", scenario)
+    return "Not measured yet.\n" if results is None else f"{setting(results)}\n\n{layer_table(results, scenario)}"
 
 
 def _w4a16(scenario: str, document: Path, folder: Path) -> str:
