@@ -183,4 +183,4 @@ def test_r09_the_first_request_is_quick(what, tokens):
     assert all(not found["mapped"] for found in cold + warm)
     ratio = statistics.median(found["first_us"] / found["steady_us"] for found in warm)
     if ratio > 2:
-        pytest.xfail(f"a first launch takes {ratio:.1f} times the steady host time, in the driver: {warm}")
+        pytest.xfail(f"a first launch takes {ratio:.1f} times the steady host time: {warm}")
