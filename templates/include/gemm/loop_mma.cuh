@@ -14,12 +14,13 @@ struct MmaLoop {
 
     // acc += weights * tokens over all of K, k16 after k16. acc[4 i ..] is the fragment of token rows 8 i .. 8 i + 7.
     template <u32 kWidth>
-    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[kWidth / 2]) {
+    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[1][kWidth / 2]) {
+        static_assert(T::group_strips == 1, "a warpgroup has one strip");
         u32 left = warp.item_stages;
         do {
             warp.wait();
 #pragma unroll
-            for (u32 block = 0; block < T::stage_blocks; ++block) multiply<kWidth>(warp, acc, block);
+            for (u32 block = 0; block < T::stage_blocks; ++block) multiply<kWidth>(warp, acc[0], block);
             __syncwarp();  // every lane has read
             warp.release(warp.release_address());
             warp.advance();
@@ -29,14 +30,16 @@ struct MmaLoop {
 private:
     template <u32 kWidth>
     static __device__ __forceinline__ void multiply(MathWarp<T>& warp, f32 (&acc)[kWidth / 2], u32 block) {
-        const Words words(warp.weights(block), warp.warp, warp.lane);
+        Words words;
+        words.load(warp.weights(block), warp.warp, warp.lane);
         const u32 row = warp.lane % 8, chunk = warp.lane / 8;  // of ldmatrix: lanes 8 i .. 8 i + 7 address matrix i
-        const u32 tokens = warp.tokens() + block * (kWidth * kTokenRowBytes) + row * kTokenRowBytes;
+        const u32 tokens = warp.tokens() + block * T::token_block_bytes + row * kTokenRowBytes;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             u32 a0[4], a1[4];
-            dequantize(a0, words.code[2 * half], words.scale[half]);
-            dequantize(a1, words.code[2 * half + 1], words.scale[half]);
+            const Factors by(words.scale[half]);
+            dequantize(a0, words.code[2 * half], by);
+            dequantize(a1, words.code[2 * half + 1], by);
             const u32 address = tokens + ((4 * half + chunk) ^ row) * 16;
 #pragma unroll
             for (u32 tile = 0; tile < kWidth / 8; ++tile) {

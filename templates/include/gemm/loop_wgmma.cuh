@@ -8,48 +8,91 @@ namespace gemm {
 
 template <class T>
 struct WgmmaLoop {
-    // 640 threads enter with at most 96 registers each. Above 64 rows the producer leaves a third of its to the math warps.
-    static constexpr bool kMoveRegisters = T::max_rows > 64;
+    // The launch reserves 96 registers a thread for four math warpgroups and a producer, 168 for two and a producer; the
+    // producer leaves some of its to the others.
+    static constexpr bool kMoveRegisters = T::groups == 2 || T::max_rows > 40;
+    static constexpr int kMathRegisters = T::groups == 4 ? 104 : T::max_rows > 128 ? 216 : 208;
+    static constexpr int kProducerRegisters = T::groups == 4 ? 64 : T::max_rows > 128 ? 72 : 88;
     static __device__ __forceinline__ void enter_producer() {
-        if constexpr (kMoveRegisters) ptx::keep_registers<64>();
+        if constexpr (kMoveRegisters) ptx::keep_registers<kProducerRegisters>();
     }
     static __device__ __forceinline__ void enter_math() {
-        if constexpr (kMoveRegisters) ptx::take_registers<104>();
+        if constexpr (kMoveRegisters) ptx::take_registers<kMathRegisters>();
     }
 
-    // acc += weights * tokens over all of K, k16 after k16. One k64 block is dequantised while the one before multiplies.
-    // Nothing is in flight over the end of a stage: if it were, the compiler would keep the fragments of all widths apart,
-    // run out of registers and serialise every wgmma (C7512).
+    // acc += weights * tokens over all of K, k16 after k16. One batch of k16 steps is dequantised while the one before
+    // multiplies, over the borders of stages too: what is carried over them are finished fragments, not a multiplication
+    // in flight. Were one in flight, the compiler would keep the fragments of all widths apart, run out of registers and
+    // serialise every wgmma (C7512).
     template <u32 kWidth>
-    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[kWidth / 2]) {
+    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[T::group_strips][kWidth / 2]) {
+        Fragments a[2];
+        Words words[T::group_strips];
+        warp.wait_for_operand();
+        load(words, warp, 0);
+        dequantize_batch(a[0], words, 0);
         u32 left = warp.item_stages;
         do {
-            warp.wait();
             const u64 tokens = ptx::wgmma_operand(warp.tokens());
+            const u32 release = warp.release_address();
 #pragma unroll
-            for (u32 block = 0; block < T::stage_blocks; ++block) {
-                multiply<kWidth>(warp, acc, tokens, block);
-                ptx::wgmma_wait<kInFlight>();
+            for (u32 batch = 0; batch + 1 < kBatches; ++batch) {
+                const u32 next = (batch + 1) * kSteps;
+                if (next % 4 == 0) load(words, warp, next / 4);
+                multiply<kWidth>(acc, a[batch % 2], tokens, batch * kSteps);
+                if (batch > 0) ptx::wgmma_wait<1>();  // the other fragments have been read
+                dequantize_batch(a[(batch + 1) % 2], words, next % 4);
+            }
+            multiply<kWidth>(acc, a[1], tokens, (kBatches - 1) * kSteps);
+            warp.advance();
+            if (left > 1) {
+                warp.wait_for_operand();
+                load(words, warp, 0);
+                ptx::wgmma_wait<1>();
+                dequantize_batch(a[0], words, 0);
             }
             ptx::wgmma_wait<0>();
-            warp.release(warp.release_address());
-            warp.advance();
+            warp.release(release);
         } while (--left > 0);
     }
 
 private:
-    static constexpr int kInFlight = T::max_rows <= 80 ? 1 : 0;  // two sets of fragments do not fit beside more rows
+    // k16 steps of a batch: as many as two sets of fragments find room for beside the accumulators.
+    static constexpr u32 kSteps = T::groups == 4 && T::max_rows <= 56 ? 4 : T::max_rows <= 128 ? 2 : 1;
+    static constexpr u32 kBatches = T::stage_blocks * 4 / kSteps;
+    static_assert(kBatches % 2 == 0, "the two sets of fragments take turns");
+
+    struct Fragments {
+        u32 a[kSteps][T::group_strips][4];
+    };
+
+    // The words of a k64 block.
+    static __device__ __forceinline__ void load(Words (&words)[T::group_strips], const MathWarp<T>& warp, u32 block) {
+#pragma unroll
+        for (u32 strip = 0; strip < T::group_strips; ++strip) words[strip].load(warp.weights(block, strip), warp.warp, warp.lane);
+    }
+
+    static __device__ __forceinline__ void dequantize_batch(Fragments& to, const Words (&words)[T::group_strips], u32 first) {
+#pragma unroll
+        for (u32 strip = 0; strip < T::group_strips; ++strip) {
+#pragma unroll
+            for (u32 step = 0; step < kSteps; ++step) {
+                const Factors by(words[strip].scale[(first + step) / 2]);
+                dequantize(to.a[step][strip], words[strip].code[first + step], by);
+            }
+        }
+    }
 
     template <u32 kWidth>
-    static __device__ __forceinline__ void multiply(MathWarp<T>& warp, f32 (&acc)[kWidth / 2], u64 tokens, u32 block) {
-        const Words words(warp.weights(block), warp.warp, warp.lane);
-        u32 a[4][4];
-#pragma unroll
-        for (u32 step = 0; step < 4; ++step) dequantize(a[step], words.code[step], words.scale[step / 2]);
+    static __device__ __forceinline__ void multiply(f32 (&acc)[T::group_strips][kWidth / 2], const Fragments& from,
+                                                    u64 tokens, u32 first) {
         ptx::wgmma_fence();
 #pragma unroll
-        for (u32 step = 0; step < 4; ++step) {
-            ptx::Wgmma<kWidth>::add(acc, a[step], tokens + (block * (kWidth * kTokenRowBytes / 16) + 2 * step));
+        for (u32 step = 0; step < kSteps; ++step) {
+            const u32 k16 = first + step;
+            const u64 operand = tokens + (k16 / 4 * (T::token_block_bytes / 16) + k16 % 4 * 2);
+#pragma unroll
+            for (u32 strip = 0; strip < T::group_strips; ++strip) ptx::Wgmma<kWidth>::add(acc[strip], from.a[step][strip], operand);
         }
         ptx::wgmma_commit();
     }
