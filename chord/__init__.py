@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chord import bench as bench
     from chord import checks as checks
     from chord import errors as errors
+    from chord import integrations as integrations
     from chord import registry as registry
     from chord import router as router
     from chord import tune as tune
@@ -33,8 +34,12 @@ if TYPE_CHECKING:
     from chord.w4a16 import PackedW4A16 as PackedW4A16
     from chord.w4a16 import W4A16Experts as W4A16Experts
     from chord.w4a16 import moe_w4a16 as moe_w4a16
+    from chord.w4a16 import moe_w4a16_contiguous as moe_w4a16_contiguous
+    from chord.w4a16 import moe_w4a16_masked as moe_w4a16_masked
     from chord.w4a16 import pack_w4a16 as pack_w4a16
     from chord.w4a16 import prepare_moe_w4a16 as prepare_moe_w4a16
+    from chord.w4a16 import prepare_moe_w4a16_contiguous as prepare_moe_w4a16_contiguous
+    from chord.w4a16 import prepare_moe_w4a16_masked as prepare_moe_w4a16_masked
     from chord.w4a16 import route_intervals as route_intervals
     from chord.w4a16 import unpack_w4a16 as unpack_w4a16
 
@@ -51,16 +56,22 @@ _HOMES = {
     "fused_router": "chord.router",
     "max_route_blocks": "chord.router",
     "moe_w4a16": "chord.w4a16",
+    "moe_w4a16_contiguous": "chord.w4a16",
+    "moe_w4a16_masked": "chord.w4a16",
     "pack_w4a16": "chord.w4a16",
     "prepare_fused_router": "chord.router",
     "prepare_moe_w4a16": "chord.w4a16",
+    "prepare_moe_w4a16_contiguous": "chord.w4a16",
+    "prepare_moe_w4a16_masked": "chord.w4a16",
     "route_intervals": "chord.w4a16",
     "route_plan": "chord.router",
     "unpack_w4a16": "chord.w4a16",
 }
 """Where each public name is defined."""
 
-_MODULES = frozenset(["bench", "build", "checks", "cli", "errors", "registry", "router", "tune", "w4a16"])
+_MODULES = frozenset(
+    ["bench", "build", "checks", "cli", "errors", "integrations", "registry", "router", "tune", "w4a16"]
+)
 _OWN = _MODULES | {"__init__", "__main__", "_data", "_paths", "_runtime", "_settings", "_version"}
 """What may lie in this folder. Another public project has the import root `chord`, too."""
 

@@ -17,8 +17,13 @@ from chord.errors import SettingsError
 
 PREFIX = "CHORD_"
 KNOWN = {
+    "CHORD_HUMMING": "0 or 1: vLLM's plugin puts chord's stand-in for the package `humming` first on the import path",
     "CHORD_REGISTRY": "folder that holds manifest.json and the cubin store, instead of the packaged registry",
     "CHORD_PIN": "SHA-256 digest that the manifest must have, 64 lower-case hex digits",
+    "CHORD_LOCK": "lock file (`chord lock`) that the registry must agree with",
+    "CHORD_KEY": "file of Ed25519 public keys (PEM), one of which must have signed the manifest",
+    "CHORD_RECEIPTS": "folder of receipts (`chord qualify`) that count beside those in registry/receipts",
+    "CHORD_REQUIRE_RECEIPT": "0 or 1: load no cubin that has no receipt of a GPU on which its checks passed",
     "CHORD_SM90_DECODE": "0 or 1: a W4A16 profile's name on an H200, and nothing else: one layout serves both phases",
     "CHORD_USE_GROUPED": "0 or 1: a W4A16 profile's name on an H200, and nothing else: one layout serves all operators",
 }
@@ -34,22 +39,29 @@ class Settings:
 
     registry: Path | None = None
     pin: str | None = None
+    lock: Path | None = None
+    key: Path | None = None
+    receipts: Path | None = None
+    require_receipt: bool = False
     sm90_decode: bool | None = None
     use_grouped: bool | None = None
+    humming: bool | None = None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the environment. Raises SettingsError for a known variable whose value cannot be honoured."""
     _warn_of_unknown(environ)
-    registry = environ.get("CHORD_REGISTRY")
-    if registry is not None and not registry.strip():
-        raise SettingsError("CHORD_REGISTRY is empty: expected a folder that holds manifest.json; set one or unset it")
     pin = environ.get("CHORD_PIN")
     return Settings(
-        registry=None if registry is None else Path(registry),
+        registry=_path(environ, "CHORD_REGISTRY", "a folder that holds manifest.json"),
         pin=None if pin is None else checked_pin(pin, "CHORD_PIN"),
-        sm90_decode=_switch(environ, "CHORD_SM90_DECODE"),
-        use_grouped=_switch(environ, "CHORD_USE_GROUPED"),
+        lock=_path(environ, "CHORD_LOCK", "a file that `chord lock` wrote"),
+        key=_path(environ, "CHORD_KEY", "a PEM file of public keys"),
+        receipts=_path(environ, "CHORD_RECEIPTS", "a folder of receipts"),
+        require_receipt=_switch(environ, "CHORD_REQUIRE_RECEIPT") or False,
+        sm90_decode=_label(environ, "CHORD_SM90_DECODE"),
+        use_grouped=_label(environ, "CHORD_USE_GROUPED"),
+        humming=_switch(environ, "CHORD_HUMMING"),
     )
 
 
@@ -63,21 +75,32 @@ def checked_pin(pin: str, source: str) -> str:
     return pin
 
 
-def _switch(environ: Mapping[str, str], name: str) -> bool | None:
-    """A variable that is 0 or 1. That it has no effect on kernels is said once per process."""
+def _path(environ: Mapping[str, str], name: str, expected: str) -> Path | None:
     value = environ.get(name)
-    if value is None:
-        return None
-    if value not in ("0", "1"):
+    if value is not None and not value.strip():
+        raise SettingsError(f"{name} is empty: expected {expected}; set one or unset it")
+    return None if value is None else Path(value)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool | None:
+    """A variable that is 0 or 1."""
+    value = environ.get(name)
+    if value not in (None, "0", "1"):
         raise SettingsError(f"{name} is {value!r}: expected 0 or 1; set one or unset it")
-    if name not in _warned:
+    return None if value is None else value == "1"
+
+
+def _label(environ: Mapping[str, str], name: str) -> bool | None:
+    """A switch that has no effect on kernels, which is said once per process."""
+    value = _switch(environ, name)
+    if value is not None and name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"{name}={value} selects no kernel: one packed layout serves prefill, decode and every operator. It only "
+            f"{name}={value:d} selects no kernel: one packed layout serves prefill, decode and every operator. It only "
             "chooses the name of a W4A16Experts profile",
             stacklevel=4,
         )
-    return value == "1"
+    return value
 
 
 def unknown(environ: Mapping[str, str] = os.environ) -> list[str]:

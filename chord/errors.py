@@ -38,6 +38,22 @@ class PinMismatchError(VerificationError):
     """The manifest's digest is not the pinned one, or two pins contradict each other."""
 
 
+class RollbackError(PinMismatchError):
+    """The manifest is older than the one that a lock file holds."""
+
+
+class LockError(ChordError, ValueError):
+    """A lock file that is not one, or that contradicts the manifest which it names."""
+
+
+class SignatureError(VerificationError):
+    """A key is required, and what it should have signed has no such signature, a wrong one or another key's."""
+
+
+class ReceiptError(ChordError):
+    """A receipt that is not one, or a cubin without one where CHORD_REQUIRE_RECEIPT asks for it."""
+
+
 class UnsupportedDeviceError(ChordError):
     """A GPU for which no cubin can exist here, or which cannot run this program."""
 

@@ -8,9 +8,11 @@ from functools import cache
 import pytest
 
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
-_NEED_TORCH = ["unit/router/*", "unit/w4a16/*", "gpu/*"]
+_NEED_TORCH = ["unit/integrations/*", "unit/router/*", "unit/w4a16/*", "gpu/*"]
 
-collect_ignore_glob = [] if _HAS_TORCH else _NEED_TORCH
+_HAS_VLLM = _HAS_TORCH and importlib.util.find_spec("vllm") is not None
+
+collect_ignore_glob = [*([] if _HAS_TORCH else _NEED_TORCH), *([] if _HAS_VLLM else ["serving/*"])]
 
 
 @cache

@@ -80,7 +80,8 @@ def _w4a16(scenario: str, document: Path, folder: Path) -> str:
             continue
         drawing = document.parent / f"{document.stem}-{scenario}-{proj}.svg".replace("_", "-")
         title = f"W4A16 {scenario} {proj}, {results.gpu}, cold L2"
-        drawing.write_text(log_log(series, title), encoding="utf-8")
+        unit = "rows an expert" if scenario.startswith("grouped_") else "tokens"
+        drawing.write_text(log_log(series, title, unit), encoding="utf-8")
         parts.append(f"![{title}]({drawing.name})\n")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 

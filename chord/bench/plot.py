@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from chord.bench.report import compare
+from chord.bench.report import compare, size_of
 from chord.bench.results import Results
 
 WIDTH, HEIGHT = 850, 460
@@ -36,13 +36,13 @@ def router_series(
 
 
 def w4a16_series(results: Results, scenario: str, proj: str) -> dict[str, Points]:
-    """Lines of (tokens, us) for a projection: chord and each peer."""
+    """Lines of (size, us) for a projection: chord and each peer. Size: tokens, or rows an expert."""
     series: dict[str, list[tuple[float, float]]] = {"chord": []}
     for row in results.rows:
-        if row.scenario == scenario and row.proj == proj and row.tokens:
-            series["chord"].append((row.tokens, row.us))
+        if row.scenario == scenario and row.proj == proj and size_of(row):
+            series["chord"].append((size_of(row), row.us))
             for name, us in row.peers.items():
-                series.setdefault(name, []).append((row.tokens, us))
+                series.setdefault(name, []).append((size_of(row), us))
     return {name: sorted(points) for name, points in series.items() if points}
 
 

@@ -103,32 +103,42 @@ def _means(comparisons: Sequence[Comparison], label: str) -> list[str]:
 
 
 def w4a16_table(results: Results, scenario: str) -> str:
-    """A markdown table of a W4A16 scenario, a line per projection and token count, with the geometric means below.
+    """A markdown table of a W4A16 scenario, a line per projection and size, with the geometric means below.
 
-    The last column: bytes that must move / time, as a share of how fast this GPU read in the same run.
+    A size is a number of tokens, or of rows an expert. The last column: bytes that must move / time, as a share of how
+    fast this GPU read in the same run.
     """
     order = ("gate_up", "down")
     comparisons = sorted(
-        compare(results, scenario), key=lambda c: (order.index(c.row.proj or order[0]), c.row.tokens or 0)
+        compare(results, scenario), key=lambda c: (order.index(c.row.proj or order[0]), size_of(c.row))
     )
     if not comparisons:
         raise ValueError(
             f"scenario {scenario!r}: no rows; the file has {sorted({row.scenario for row in results.rows})}"
         )
     peers = sorted({name for c in comparisons for name in c.row.peers})
-    head = ["projection", "tokens", "program", "chord us", "p10-p90", *(f"{name} us" for name in peers)]
+    ways = sorted({name for c in comparisons for name in c.row.chord})
+    unit = "tokens" if comparisons[0].row.rows_per_expert is None else "rows an expert"
+    head = ["projection", unit, "program", "chord us", "p10-p90", *(f"{name} us" for name in peers)]
     head += ["best peer / chord"] if peers else []
+    head += [f"chord, {name.replace('_', ' ')} us" for name in ways]
     head += ["of read bandwidth"]
     lines = [_table_line(head), _table_line(["---", "---:", "---", *["---:"] * (len(head) - 3)])]
     rate = read_rate(results)
     for c in comparisons:
         row = c.row
-        cells = [row.proj or "", str(row.tokens), f"`{row.program}`", f"{row.us:.1f}", _spread(row, 1)]
+        cells = [row.proj or "", str(size_of(row)), f"`{row.program}`", f"{row.us:.1f}", _spread(row, 1)]
         cells += [f"{row.peers[name]:.1f}" if name in row.peers else "" for name in peers]
         cells += [_ratio(c.ratio)] if peers else []
+        cells += [f"{row.chord[name]:.1f}" if name in row.chord else "" for name in ways]
         cells += ["" if rate is None or row.bytes is None else f"{row.bytes / row.us / rate:.0%}"]
         lines.append(_table_line(cells))
     return "\n".join([*lines, "", *_means(comparisons, "recorded")]) + "\n"
+
+
+def size_of(row: Row) -> int:
+    """Rows an expert where those were given, else tokens."""
+    return row.rows_per_expert or row.tokens or 0
 
 
 def read_rate(results: Results) -> float | None:

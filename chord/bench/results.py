@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One measured case. `peers` holds medians by peer name."""
+    """One measured case. `peers` holds medians by peer name, `chord` those of other ways to have chord do the work."""
 
     scenario: str
     tokens: int | None = None
@@ -36,6 +36,7 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_default
     bytes: int | None = None
     """What must be read and written at least."""
     peers: dict[str, float] = {}
+    chord: dict[str, float] = {}
 
 
 class Results(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -90,6 +91,7 @@ def write(results: Results, path: Path) -> None:
     """Times are rounded to nanoseconds; one row a line, so that a diff of two runs can be read."""
     for row in results.rows:
         row.us, row.peers = round(row.us, 3), {name: round(us, 3) for name, us in row.peers.items()}
+        row.chord = {name: round(us, 3) for name, us in row.chord.items()}
         row.p10 = None if row.p10 is None else round(row.p10, 3)
         row.p90 = None if row.p90 is None else round(row.p90, 3)
     head = msgspec.structs.asdict(results)

@@ -71,11 +71,9 @@ class Weights(NamedTuple):
 def cells(scenarios: Iterable[str] | None = None, *, long: bool = False) -> list[Cell]:
     """The cells of the suite, those that share weights one after the other. long: prefill up to 16384 tokens, too.
 
-    scenarios: some of ep8_decode, ep8_prefill and tp8; default all.
+    scenarios: some of ep8_decode, ep8_prefill and tp8; default all. Others are none of these cells'.
     """
     wanted = set(SHAPES if scenarios is None else scenarios)
-    if not wanted <= set(SHAPES):
-        raise ValueError(f"scenarios: expected some of {sorted(SHAPES)}, got {sorted(wanted - set(SHAPES))}")
     prefill = (*PREFILL_TOKENS, *LONG_TOKENS) if long else PREFILL_TOKENS
     counts = {"ep8_decode": DECODE_TOKENS, "ep8_prefill": prefill, "tp8": prefill}
     return [
@@ -105,8 +103,12 @@ def run(
 ) -> Results:
     """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
+    scenarios: some of SHAPES and of w4a16_grouped.SIZES; default all. long: prefill up to 16384 tokens as well.
     progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has no time.
     """
+    from chord.bench import w4a16_grouped  # which builds on this module
+
+    chosen = _chosen(scenarios, w4a16_grouped.SIZES)
     found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
@@ -118,12 +120,24 @@ def run(
 
     add(measure_read(timer, samples))
     weights: Weights | None = None
-    for cell in cells(scenarios, long=long):
+    every: list[Cell | w4a16_grouped.GroupedCell] = [*cells(chosen, long=long), *w4a16_grouped.cells(chosen)]
+    for cell in every:
         if weights is None or weights.packed.shape != cell.shape:
             weights = None  # before the next ones are made: both need not fit
             weights = make_weights(cell.shape)
-        add(measure_cell(cell, weights, timer, list(found.values()), samples))
+        if isinstance(cell, Cell):
+            add(measure_cell(cell, weights, timer, list(found.values()), samples))
+        else:
+            add(w4a16_grouped.measure_cell(cell, weights, timer, list(found.values()), samples))
     return results
+
+
+def _chosen(scenarios: Iterable[str] | None, grouped: Iterable[str]) -> set[str]:
+    known = {*SHAPES, *grouped}
+    chosen = known if scenarios is None else set(scenarios)
+    if not chosen <= known:
+        raise ValueError(f"scenarios: expected some of {sorted(known)}, got {sorted(chosen - known)}")
+    return chosen
 
 
 def usable_peers(folder: Path) -> dict[str, Peer]:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -45,8 +45,15 @@ class Peer(Protocol):
     def calls(self, work: Work) -> dict[str, Callable[[], object]]: ...
 
 
+@runtime_checkable
+class GroupedPeer(Peer, Protocol):
+    """A library that takes sorted rows as well (kind "contiguous": work of one route a row), or slabs ("masked")."""
+
+    def grouped_calls(self, work: Work, kind: str) -> dict[str, Callable[[], object]]: ...
+
+
 class Humming:
-    """humming-kernels: its indexed kernel, and its contiguous one, which is given rows that are in order already."""
+    """humming-kernels: its indexed kernel, and its grouped ones, which are given rows that are in order already."""
 
     def __init__(self, folder: Path) -> None:
         from_wheel(folder, "humming", "humming_kernels")
@@ -71,6 +78,25 @@ class Humming:
             }
             found[f"humming_{kind}"] = _bind(layer, inputs, options)
         return found
+
+    def grouped_calls(self, work: Work, kind: str) -> dict[str, Callable[[], object]]:
+        """humming_contiguous, or humming_masked on slabs of twice the rows that the fullest one holds, at least 64."""
+        layer, gemm = self._layer(work.shape), f"grouped_{kind}"
+        config = self._configure(layer.humming_config, shape_m=work.pairs, gemm_type=gemm)
+        if kind == "contiguous":
+            rows, options = self._contiguous(work, config)
+        else:
+            counts = torch.bincount(work.ids.reshape(-1).long(), minlength=work.shape.experts).to(torch.int32)
+            size = work.shape.experts * max(2 * int(counts.max()), 64)
+            rows = torch.randn(size, work.shape.k, device=work.x.device).to(torch.bfloat16)
+            options = {"expert_layout": counts}
+        options |= {
+            "outputs": torch.empty(rows.shape[0], work.shape.n, dtype=torch.bfloat16, device=work.x.device),
+            "valid_shape_m": work.pairs,
+            "compute_config": {"gemm_type": gemm},
+            "tuning_config": config,
+        }
+        return {f"humming_{kind}": _bind(layer, rows, options)}
 
     def _indexed(self, work: Work, config: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         slots, experts, extent = exact_plan(work, config["block_shape"][0])

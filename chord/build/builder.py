@@ -66,6 +66,7 @@ def build(
     jobs: int | None = None,
     progress: Progress | None = None,
     locked: bool = False,
+    executor: str | None = None,
 ) -> BuildReport:
     """Make the selected programs' cubins and publish manifest and store.
 
@@ -75,6 +76,7 @@ def build(
     jobs: compiler processes; None for one a core.
     progress: called for each cubin, from this thread.
     locked: publish nothing unless the manifest comes out as it is; VerificationError lists what differs.
+    executor: dask://HOST:PORT, a Dask cluster that compiles instead of this machine's `jobs` processes.
 
     Raises TableError for tables that cannot be planned or a serial below the manifest's, BuildFailedError for cubins
     that cannot be made, ToolchainError without the pinned compiler (if anything has to be compiled), ChordError for a
@@ -89,7 +91,8 @@ def build(
         _require_growing_serial(tree, work.registry.serial)
         selected = work.selected(selection)
         finished = Finished(tree.work)
-        made = Maker(work.pin, default_jobs() if jobs is None else jobs, progress, finished, keep=True).make(selected)
+        processes = default_jobs() if jobs is None else jobs
+        made = Maker(work.pin, processes, progress, finished, keep=True, executor=executor).make(selected)
         failures = _keep_failures(tree, made.failures)
         if failures:
             raise BuildFailedError(failures)

@@ -12,7 +12,7 @@ from chord.build.nvrtc import Request
 from chord.build.plan import plan_operator
 from chord.build.planned import OperatorPlan, PlannedProgram
 from chord.build.render import SOURCE_ENDINGS, Renderer
-from chord.build.tables import Cells, RegistryRow
+from chord.build.tables import Cells, RegistryRow, Table
 from chord.build.toolchain import ToolchainPin
 from chord.build.tree import Tree
 from chord.errors import ChordError, CompileError, TableError
@@ -107,16 +107,22 @@ def read(tree: Tree) -> Work:
             f"{registry.version}: no chord but that one could open the manifest"
         )
     renderer, headers = Renderer(tree.templates), Headers(tree.include)
-    plans = []
-    for path in sorted(tree.registry.glob("*.toml")):
-        if path.name != "registry.toml":
-            shown = f"registry/{path.name}"
-            table, cells = tables.load(path, shown)
-            if table.operator != path.stem:
-                raise cells.error("operator", f"expected {path.stem!r}, the file's name, got {table.operator!r}")
-            plans.append(plan_operator(table, cells, renderer, pin))
+    plans = [plan_operator(table, cells, renderer, pin) for table, cells in _read_tables(tree)]
     jobs = tuple(job for plan in plans for job in _jobs_of(plan, renderer, headers, pin))
     return Work(registry, pin, tuple(plans), _hash_sources(tree), jobs)
+
+
+def _read_tables(tree: Tree) -> list[tuple[Table, Cells]]:
+    """The operators' tables, by name."""
+    found = {}
+    for path in sorted(tree.registry.glob("*.toml")):
+        if path.name != "registry.toml":
+            table, cells = tables.load(path, f"registry/{path.name}")
+            if table.operator != path.stem:
+                raise cells.error("operator", f"expected {path.stem!r}, the file's name, got {table.operator!r}")
+            found[table.operator] = table, cells
+    every = {operator: table for operator, (table, _) in found.items()}
+    return [(tables.lend(table, cells, every), cells) for table, cells in found.values()]
 
 
 def _check_options(pin: ToolchainPin) -> None:

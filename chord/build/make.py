@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from chord.build.cluster import ClusterPool
 from chord.build.finished import Finished
 from chord.build.inspect import describe
 from chord.build.jobs import Job, Key
@@ -79,10 +80,22 @@ class Made:
 class Maker:
     """Makes cubins with up to `jobs` compiler processes, which are started only if there is something to compile."""
 
-    def __init__(self, pin: ToolchainPin, jobs: int, progress: Progress, finished: Finished | None, keep: bool) -> None:
-        """Without `finished` everything is compiled; with `keep` what is compiled is added to it."""
+    def __init__(
+        self,
+        pin: ToolchainPin,
+        jobs: int,
+        progress: Progress,
+        finished: Finished | None,
+        keep: bool,
+        executor: str | None = None,
+    ) -> None:
+        """Without `finished` everything is compiled; with `keep` what is compiled is added to it.
+
+        executor: dask://HOST:PORT, a cluster that compiles instead of this machine.
+        """
         self._pin = pin
         self._jobs = jobs
+        self._executor = executor
         self._progress = progress
         self._finished = finished
         self._keep = keep
@@ -98,11 +111,16 @@ class Maker:
             elif not self._reuse(made, job, len(jobs)):
                 requests[key] = job.request
         if requests:
-            with CompilerPool(self._pin, min(self._jobs, len(requests))) as pool:
+            with self._pool(len(requests)) as pool:
                 for key, result in pool.compile_all(requests):
                     self._take(made, jobs[key], result, len(jobs))
         made.failures.sort(key=lambda failure: list(jobs).index((failure.program, failure.arch)))
         return made
+
+    def _pool(self, requests: int) -> CompilerPool | ClusterPool:
+        if self._executor is None:
+            return CompilerPool(self._pin, min(self._jobs, requests))
+        return ClusterPool(self._pin, self._executor)
 
     def _reuse(self, made: Made, job: Job, total: int) -> bool:
         data = self._finished.find(job.require_closure().sha256) if self._finished else None

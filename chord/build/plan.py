@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from chord.build import options
 from chord.build.planned import OperatorPlan, PlannedProgram
@@ -38,6 +39,10 @@ def plan_operator(table: Table, cells: Cells, renderer: Renderer, pin: Toolchain
     programs = planner.programs()
     routes, notes = plan_routes(table, cells, planner.domain, programs, pin)
     return OperatorPlan(table.operator, table.abi_version, table.axes, arms, programs, routes, notes, cells)
+
+
+_MOST_PROGRAMS = 4096
+"""Of one row: far above what a full build has time for."""
 
 
 class _Planner:
@@ -163,7 +168,11 @@ class _Planner:
     def _combinations(self, row: ProgramRow, cell: str) -> Iterator[dict[str, Constant]]:
         """The axis constants of each program of a row, in the order of the axes."""
         fixed = list(row.fixed.items())
-        for combination in narrowed(self.domain, row.only, self._cells, cell):
+        narrow = narrowed(self.domain, row.only, self._cells, cell)
+        count = len(narrow) * prod(len(values) for _, values in fixed)
+        if count > _MOST_PROGRAMS:
+            raise self._cells.error(cell, f"expected at most {_MOST_PROGRAMS} programs of a row, got {count}")
+        for combination in narrow:
             for values in product(*(choices for _, choices in fixed)):
                 given = dict(zip(self.domain.choice_keys, combination, strict=True))
                 given.update(zip((key for key, _ in fixed), values, strict=True))

@@ -43,7 +43,7 @@ class CompilerPool:
         self._pin = pin
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="chord-build")
         self._mine = local()
-        self._processes: list[_Process] = []
+        self._processes: list[CompilerProcess] = []
         self._closing = False
 
     def __enter__(self) -> CompilerPool:
@@ -67,9 +67,9 @@ class CompilerPool:
             yield running[future], future.result()
 
     def _compile(self, request: Request) -> Result:
-        process: _Process | None = getattr(self._mine, "process", None)
+        process: CompilerProcess | None = getattr(self._mine, "process", None)
         if process is None or not process.alive:
-            process = self._mine.process = _Process(self._pin)
+            process = self._mine.process = CompilerProcess(self._pin)
             self._processes.append(process)
         if self._closing:  # the pool was left while the process was being started
             process.end()
@@ -84,8 +84,11 @@ def _as_completed(running: Iterable[Future[Result]]) -> Iterator[Future[Result]]
         yield from done
 
 
-class _Process:
-    """One worker. Its environment is bare: NVRTC reads variables of its own (NVRTC_APPEND_FLAGS and others)."""
+class CompilerProcess:
+    """One compiler, asked by one thread at a time.
+
+    Its environment is bare: NVRTC reads variables of its own (NVRTC_APPEND_FLAGS and others).
+    """
 
     def __init__(self, pin: ToolchainPin) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from chord.errors import TableError
+from chord.registry.decoding import read_bounded
 from chord.registry.schema import Axis, Constant, Positive
 
 if sys.version_info >= (3, 11):
@@ -25,6 +26,10 @@ Expression = int | str
 """A number, or a Jinja expression over the program's constants that gives one."""
 
 T = TypeVar("T")
+
+_TABLE_BYTES = 1 << 20
+_MOST_DOTS = 40
+"""Far above any table's."""
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,6 +104,16 @@ class RouteRow(_Row, frozen=True, kw_only=True):
     """The row's remaining keys: [first, last] per range axis."""
 
 
+class BorrowRow(_Row, frozen=True, kw_only=True):
+    """Arms and programs of another operator, with another template and other arguments."""
+
+    operator: str
+    instead_of: str
+    """Template of the arms that are taken."""
+    template: str
+    args: tuple[str, ...]
+
+
 class Table(_Row, frozen=True, kw_only=True):
     """One operator's file."""
 
@@ -108,6 +123,7 @@ class Table(_Row, frozen=True, kw_only=True):
     axes: tuple[Axis, ...]
     tags: dict[str, str]
     args: dict[str, str]
+    borrow: tuple[BorrowRow, ...] = ()
     arms: tuple[ArmRow, ...] = ()
     programs: tuple[ProgramRow, ...] = ()
     routes: tuple[RouteRow, ...] = ()
@@ -157,6 +173,22 @@ def load(path: Path, shown_as: str | None = None) -> tuple[Table, Cells]:
     return _convert(data, Table, cells), cells
 
 
+def lend(table: Table, cells: Cells, others: Mapping[str, Table]) -> Table:
+    """The table with the arms and programs that it borrows in front of its own. Raises TableError if there are none."""
+    arms: list[ArmRow] = []
+    programs: list[ProgramRow] = []
+    for index, borrow in enumerate(table.borrow):
+        lender = others.get(borrow.operator)
+        lent = [arm for arm in lender.arms if arm.template == borrow.instead_of] if lender else []
+        if lender is None or not lent:
+            cell = f"borrow[{index}].operator"
+            raise cells.error(cell, f"expected a table with arms of {borrow.instead_of}, got {borrow.operator!r}")
+        names = [arm.name for arm in lent]
+        arms += (msgspec.structs.replace(arm, template=borrow.template, args=borrow.args) for arm in lent)
+        programs += (row for row in lender.programs if row.arm in names)
+    return msgspec.structs.replace(table, arms=(*arms, *table.arms), programs=(*programs, *table.programs))
+
+
 def load_registry(path: Path, shown_as: str | None = None) -> RegistryRow:
     """Read registry.toml. Raises TableError."""
     data, cells = _read(path, shown_as)
@@ -172,12 +204,25 @@ def load_struct(path: Path, kind: type[T], shown_as: str | None = None) -> T:
 def _read(path: Path, shown_as: str | None) -> tuple[dict[str, Any], Cells]:
     name = shown_as or str(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        return tomllib.loads(text), Cells(name, text)
+        text = read_bounded(path, _TABLE_BYTES).decode("utf-8")
     except OSError as error:
         raise TableError(f"{name}: expected a readable TOML file, got {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise TableError(f"{name}: expected TOML: {error}") from error
+    _refuse_long_keys(name, text)
+    try:
+        return tomllib.loads(text), Cells(name, text)
+    except RecursionError:
+        raise TableError(f"{name}: expected TOML, got one that is nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, or a number of too many digits
+        raise TableError(f"{name}: expected TOML: {error}") from error
+
+
+def _refuse_long_keys(name: str, text: str) -> None:
+    """The parser's memory grows with the square of a dotted key's length. Raises TableError."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MOST_DOTS:
+            raise TableError(f"{name}:{number}: expected at most {_MOST_DOTS} dots in a line, got {line.count('.')}")
 
 
 def _gather(

@@ -1,5 +1,6 @@
-"""`python -m chord.checks [--tiny] [--only PATTERNS] [--counts N,N]`: qualifies the current GPU, a line per program.
+"""`python -m chord.checks [--tiny] [--only PATTERNS] [--counts N,N] [--receipt FOLDER]`: qualifies the current GPU.
 
+Prints a line per program. What `chord qualify` does, where neither typer nor rich is installed.
 With --tiny the inputs suit a sanitizer: they are made and judged on the host, and hardly a kernel but chord's runs.
 scripts/sanitize.sh runs compute-sanitizer over every arm this way.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import torch
 
+from chord.checks import receipts
 from chord.checks.qualify import Verdict
 from chord.checks.suites import qualify_all
 
@@ -21,10 +24,15 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="inputs small enough for compute-sanitizer")
     parser.add_argument("--only", default="*", help="shell patterns of program names, separated by commas")
     parser.add_argument("--counts", type=_counts, help="numbers of router tokens, separated by commas")
+    parser.add_argument("--receipt", type=Path, help="folder for a receipt; none is written without it")
+    parser.add_argument("--key", type=Path, help="Ed25519 private key (PEM) that signs the receipt")
     options = parser.parse_args()
+    folder = None if options.receipt is None else receipts.folder(options.receipt)
     device = torch.cuda.current_device()
     verdicts = qualify_all(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
+    if folder is not None and verdicts:
+        print(f"receipt: {receipts.write(receipts.make(verdicts, device, tiny=options.tiny), folder, options.key)}")
     print(f"{len(verdicts)} programs, {failed} failed")
     return 1 if failed or not verdicts else 0
 

@@ -5,7 +5,6 @@ The outcome goes into a receipt: which GPU ran which checks against which cubin.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from itertools import chain, product
@@ -146,25 +145,6 @@ def _sizes(program: Program, counts: tuple[int, ...], limit_to: int | None) -> l
         return sorted({*counts})
     own = {limit} if limit_to is None or limit <= limit_to else set()
     return sorted(count for count in {*counts, *own} if count <= limit)
-
-
-def receipt(verdicts: list[Verdict], digest: str, device: int) -> dict[str, object]:
-    """A JSON-able record. digest: of the manifest whose cubins were run."""
-    return {
-        "schema": 1,
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(device),
-        "arch": _runtime.architecture(device),
-        "manifest_sha256": digest,
-        "programs": {
-            verdict.program: {
-                "cubin_sha256": verdict.cubin_sha256,
-                "cases": verdict.cases,
-                "passed": not verdict.problems,
-            }
-            for verdict in verdicts
-        },
-    }
 
 
 def _run(trial: Trial, name: str, device: torch.device) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from chord import _runtime
+from chord.checks import w4a16_grouped as grouped
 from chord.checks.qualify import Verdict, matches
 from chord.checks.w4a16 import ROUTINGS, Expected, checkpoint, gemm_case, gemm_problems, placed
-from chord.w4a16 import layout, pack_w4a16, unpack_w4a16
+from chord.w4a16 import launch, layout, pack_w4a16, unpack_w4a16
 from chord.w4a16.layout import WeightShape
 
 PACKERS = ("w4a16_pack", "w4a16_unpack")
@@ -40,6 +42,25 @@ TINY_LOADS = (Load(WeightShape(3, 64, 64), 4, 2, 8), Load(WeightShape(5, 320, 32
 TINY_ROUTINGS = ("random", "remote")
 
 
+class Slabs(NamedTuple):
+    """A grouped GEMM's weights and the rows that an expert has about."""
+
+    shape: WeightShape
+    mean: int
+
+
+SLABS = (
+    Slabs(WeightShape(1, 64, 64), 5),
+    Slabs(WeightShape(8, 320, 192), 21),
+    Slabs(WeightShape(8, 448, 320, gated=True), 70),
+    Slabs(WeightShape(24, 4096, 7168, gated=True), 8),
+    Slabs(WeightShape(12, 7168, 2048), 150),
+    Slabs(WeightShape(384, 512, 7168, gated=True), 4),
+)
+TINY_SLABS = (Slabs(WeightShape(3, 64, 64), 4), Slabs(WeightShape(5, 320, 320, gated=True), 9))
+TINY_SPREADS = ("ragged", "full")
+
+
 def qualify_w4a16(
     device: int,
     *,
@@ -47,7 +68,7 @@ def qualify_w4a16(
     only: str = "*",
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """Runs every moe_w4a16 program that was built for the device, then the packers; nothing without them.
+    """Runs every program of the GEMMs that was built for the device, then the packers; nothing without them.
 
     tiny: small inputs, made and judged on the host. only: shell patterns, separated by commas, of which a program's
     name must match one.
@@ -57,6 +78,9 @@ def qualify_w4a16(
     verdicts = []
     with torch.cuda.device(device):
         found = _gemm_problems(_programs("moe_w4a16", arch, only), TINY_LOADS if tiny else LOADS, place, tiny)
+        for operator in (launch.CONTIGUOUS, launch.MASKED):
+            programs = _programs(operator, arch, only)
+            found |= _grouped_problems(operator, programs, TINY_SLABS if tiny else SLABS, place, tiny)
         found |= _packer_problems(_programs(PACKERS[0], arch, only), _programs(PACKERS[1], arch, only), place)
     for name, problems in found.items():
         build = _runtime.registry().programs()[name].builds[arch]
@@ -79,12 +103,35 @@ def _gemm_problems(
     found: dict[str, list[list[str]]] = {name: [] for name in programs}
     for load in loads if programs else ():
         for place, routing in enumerate(TINY_ROUTINGS if tiny else ROUTINGS):
-            case = gemm_case(*load, routing, torch.device("cpu") if tiny else device, weighted=place % 2 == 1)
+            made_on, swiglu = torch.device("cpu") if tiny else device, load.shape.gated and place % 2 == 0
+            case = gemm_case(*load, routing, made_on, weighted=place % 2 == 1 or swiglu, swiglu=swiglu)
             expected = Expected.of(case)
             case = placed(case, device)
             for name in programs:
                 label = f"{load} {routing}"
                 found[name].append([f"{label}: {problem}" for problem in gemm_problems(case, expected, name)])
+    return found
+
+
+def _grouped_problems(
+    operator: str, programs: list[str], loads: tuple[Slabs, ...], device: torch.device, tiny: bool
+) -> dict[str, list[list[str]]]:
+    """The same for an operator whose rows are told in other ways: each way with each spread of rows over experts."""
+    found: dict[str, list[list[str]]] = {name: [] for name in programs}
+    forms = [form for form, taker in grouped.FORMS.items() if taker == operator]
+    for load in loads if programs else ():
+        for place, (spread, form) in enumerate(product(TINY_SPREADS if tiny else grouped.SPREADS, forms)):
+            counts = grouped.draw_counts(spread, load.mean, load.shape.experts)
+            made_on, swiglu = torch.device("cpu") if tiny else device, load.shape.gated and place % 2 == 0
+            spare = 0 if spread == "full" else 5
+            case = grouped.grouped_case(
+                load.shape, form, counts, made_on, weighted=place % 3 == 1, swiglu=swiglu, spare_rows=spare
+            )
+            expected = grouped.expected_of(case)
+            case = grouped.placed(case, device)
+            for name in programs:
+                problems = grouped.grouped_problems(case, expected, name)
+                found[name].append([f"{load} {spread} {form}: {problem}" for problem in problems])
     return found
 
 

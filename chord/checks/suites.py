@@ -7,6 +7,23 @@ from collections.abc import Callable
 from chord.checks.qualify import Verdict, qualify_router
 from chord.checks.qualify_w4a16 import qualify_w4a16
 
+_CHECKS = {
+    "fused_router": (
+        "ids, weights and plan against the reference, ties and hostile inputs among them",
+        "the same bits when launched again and by a graph's replay",
+        "nothing written outside the outputs",
+    ),
+    "route_plan": ("every entry of the plan against the reference, absent experts among them",),
+    "moe_w4a16": ("outputs against exact products: shapes, routings with absent experts, block sizes",),
+    "w4a16_pack": ("every byte against the reference packing",),
+    "w4a16_unpack": ("every byte against what was packed",),
+}
+
+
+def checks_of(operator: str) -> tuple[str, ...]:
+    """What the suites look at for an operator, in words."""
+    return _CHECKS.get(operator, ("every output against the reference",))
+
 
 def qualify_all(
     device: int,

@@ -6,9 +6,9 @@ rows that the plan does not name, and memory around the output, keep every bit; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,6 +38,11 @@ class GemmCase(NamedTuple):
     expert_of: torch.Tensor
     top_k: int
     block_m: int
+    swiglu: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.packed.shape.outputs(self.swiglu)
 
 
 def checkpoint(shape: WeightShape, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +57,8 @@ def checkpoint(shape: WeightShape, device: torch.device, seed: int = 0) -> tuple
 
 
 @lru_cache(maxsize=1)  # the largest take seconds to make and are used by many cases in a row
-def _weights(shape: WeightShape, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor, PackedW4A16]:
+def weights_of(shape: WeightShape, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor, PackedW4A16]:
+    """A checkpoint and its packed form."""
     words, scales = checkpoint(shape, device, seed)
     return words, scales, pack_w4a16(words, scales, gated=shape.gated)
 
@@ -109,10 +115,11 @@ def gemm_case(
     device: torch.device,
     *,
     weighted: bool = False,
+    swiglu: bool = False,
     seed: int = 0,
 ) -> GemmCase:
-    """Random inputs; rows of x that no pair reads hold NaN."""
-    words, scales, packed = _weights(shape, device, seed)
+    """Random inputs; rows of x that no pair reads hold NaN. swiglu: only with a gated shape."""
+    words, scales, packed = weights_of(shape, device, seed)
     expert_of = draw_experts(routing, tokens * top_k, shape.experts, seed)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
     x = torch.randn(tokens, shape.k, generator=generator, device=device).to(torch.bfloat16)
@@ -121,7 +128,7 @@ def gemm_case(
     x[~read.to(device)] = float("nan")
     row_weight = torch.rand(tokens * top_k, generator=generator, device=device) if weighted else None
     plan = plan_of(expert_of, shape.experts, block_m, device)
-    return GemmCase(x, words, scales, packed, plan, row_weight, expert_of, top_k, block_m)
+    return GemmCase(x, words, scales, packed, plan, row_weight, expert_of, top_k, block_m, swiglu)
 
 
 def placed(case: GemmCase, device: torch.device) -> GemmCase:
@@ -151,15 +158,27 @@ def run_program(case: GemmCase, program: str, out: torch.Tensor, plan: BlockPlan
         block_m=case.block_m,
         expert_rows=0,
         invariant=False,
+        swiglu=case.swiglu,
         program=program,
     )
 
 
-def poisoned_output(case: GemmCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int16 memory, the bfloat16 output [pairs, N] inside it), all poison."""
-    pairs, device = case.expert_of.numel(), case.x.device
-    memory = torch.full((pairs + 2 * _MARGIN, case.packed.shape.n), POISON, dtype=torch.int16, device=device)
-    return memory, memory[_MARGIN : _MARGIN + pairs].view(torch.bfloat16)
+class Judged(Protocol):
+    """What a case must have to be judged: whose row each row of the result is (-1: nobody's), and a row's length."""
+
+    @property
+    def x(self) -> torch.Tensor: ...
+    @property
+    def expert_of(self) -> torch.Tensor: ...
+    @property
+    def columns(self) -> int: ...
+
+
+def poisoned_output(case: Judged) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int16 memory, the bfloat16 output [rows, columns] inside it), all poison."""
+    rows, device = case.expert_of.numel(), case.x.device
+    memory = torch.full((rows + 2 * _MARGIN, case.columns), POISON, dtype=torch.int16, device=device)
+    return memory, memory[_MARGIN : _MARGIN + rows].view(torch.bfloat16)
 
 
 class Expected(NamedTuple):
@@ -170,23 +189,43 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, case: GemmCase) -> Expected:
-        experts = case.expert_of.unique(sorted=True).tolist()  # type: ignore[no-untyped-call]
-        device = case.x.device
-        rows = {e: (case.expert_of == e).nonzero().flatten().to(device) for e in experts if e >= 0}
-        given = (case.x, case.words, case.scales, rows)
-        exact = reference.moe_w4a16(*given, top_k=case.top_k, row_weight=case.row_weight, exact=True)
-        plain = reference.moe_w4a16(*given, top_k=case.top_k, row_weight=case.row_weight)
-        named = (case.expert_of >= 0).to(device)
+        given = (case.x, case.words, case.scales, case.expert_of, case.row_weight)
+        return cls.of_rows(*given, top_k=case.top_k, swiglu=case.swiglu)
+
+    @classmethod
+    def of_rows(
+        cls,
+        x: torch.Tensor,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        expert_of: torch.Tensor,
+        row_weight: torch.Tensor | None,
+        *,
+        top_k: int,
+        swiglu: bool,
+    ) -> Expected:
+        """For rows [M, K], of which result row i reads i / top_k and belongs to expert_of[i]."""
+        experts = expert_of.unique(sorted=True).tolist()  # type: ignore[no-untyped-call]
+        rows = {e: (expert_of == e).nonzero().flatten().to(x.device) for e in experts if e >= 0}
+        given = (x, words, scales, rows)
+        exact = reference.moe_w4a16(*given, top_k=top_k, row_weight=row_weight, exact=True, swiglu=swiglu)
+        plain = reference.moe_w4a16(*given, top_k=top_k, row_weight=row_weight, swiglu=swiglu)
+        named = (expert_of >= 0).to(x.device)
         error = reference.rms_error(plain[named], exact[named]) if named.any() else 0.0
         return cls(exact, error)
 
 
 def gemm_problems(case: GemmCase, expected: Expected, program: str) -> Iterator[str]:
     """What is wrong with a program on a case, judged where `expected` lies; nothing for a pass."""
+    return problems_of(case, expected, program, lambda out: run_program(case, program, out))
+
+
+def problems_of(case: Judged, expected: Expected, program: str, run: Callable[[torch.Tensor], None]) -> Iterator[str]:
+    """The same for any operator: run writes the case's result [rows, columns] into its argument."""
     memory, out = poisoned_output(case)
-    run_program(case, program, out)
+    run(out)
     first = memory.to(expected.exact.device, copy=True)
-    run_program(case, program, out)
+    run(out)
     memory = memory.to(expected.exact.device)
     if not torch.equal(first, memory):
         yield f"{program}: two runs differ"
@@ -196,7 +235,7 @@ def gemm_problems(case: GemmCase, expected: Expected, program: str) -> Iterator[
     if not (memory[:_MARGIN] == POISON).all() or not (memory[_MARGIN + named.numel() :] == POISON).all():
         yield f"{program}: wrote outside the output"
     if not (inside[~named] == POISON).all():
-        yield f"{program}: wrote rows that the plan does not name"
+        yield f"{program}: wrote rows that are nobody's"
     error = reference.rms_error(out[named], expected.exact[named]) if named.any() else 0.0
     if not error <= ERROR_RATIO * expected.error + _SLACK:
         yield f"{program}: RMS error {error:.3e}, the plain reference has {expected.error:.3e}"

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from chord._version import __version__
-from chord.cli import bench, build, doctor, inspect, verify
+from chord.cli import bench, build, doctor, inspect, integrations, qualify, trust, verify
 from chord.cli._output import fail, missing_extra
 from chord.errors import ChordError
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (build, inspect, verify, doctor, bench):
+for module in (build, inspect, verify, trust, doctor, bench, qualify, integrations):
     module.register(app)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -22,16 +23,23 @@ RegistryPath = Annotated[
     ),
 ]
 
-_EXTRAS = {"jinja2": "build", "tomli": "build", "tomlkit": "dev", "torch": "torch"}
+_EXTRAS = {"distributed": "cluster", "jinja2": "build", "tomli": "build", "tomlkit": "dev", "torch": "torch"}
 """Optional dependencies, and the extra that brings each of them."""
 
 _PIPE_WIDTH = 240
 """Columns of a table that goes to a file or a pipe: wide enough that names and hashes stay whole."""
 
 
-def open_registry(path: str | None, pin: str | None = None) -> Registry:
+def open_registry(
+    path: str | None,
+    pin: str | None = None,
+    *,
+    lock: Path | None = None,
+    key: Path | None = None,
+    relock: bool = False,
+) -> Registry:
     """The registry that a command is about; messages call `path` by the option's name. Errors as Registry.open."""
-    return Registry.open(path, pin, path_name="--registry")
+    return Registry.open(path, pin, lock=lock, key=key, relock=relock, path_name="--registry")
 
 
 def console() -> Console:

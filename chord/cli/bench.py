@@ -1,4 +1,4 @@
-"""`chord bench | tune | qualify`: what users run on their own GPU. All of them need torch with CUDA."""
+"""`chord bench | tune`: what users run on their own GPU. All of them need torch with CUDA."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chord.cli._output import Json, console, errors, print_json
+from chord.cli._output import console, errors
 from chord.errors import ChordError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from chord.bench.results import Results, Row
-    from chord.checks.qualify import Verdict
     from chord.tune.tuning import Tuning
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results file.")]
@@ -38,7 +37,6 @@ def register(app: typer.Typer) -> None:
     tune.command("w4a16")(tune_w4a16)
     app.add_typer(bench, name="bench")
     app.add_typer(tune, name="tune")
-    app.command("qualify")(qualify)
 
 
 def bench_router(
@@ -53,7 +51,7 @@ def bench_router(
     commit: Commit = None,
 ) -> None:
     """Time the fused router on this GPU, cold L2, interleaved with its peers."""
-    _require_gpu()
+    require_gpu()
     from chord.bench.router import run
 
     _write(run(peers, scenarios=scenario, samples=samples, commit=commit, progress=_print_row), out)
@@ -66,14 +64,18 @@ def bench_w4a16(
         typer.Option("--peers", help="Folder with Humming's wheel and Marlin's library (docs/w4a16.md says how)."),
     ] = None,
     scenario: Annotated[
-        list[str] | None, typer.Option("--scenario", help="ep8_decode, ep8_prefill or tp8; repeatable; default all.")
+        list[str] | None,
+        typer.Option(
+            "--scenario",
+            help="ep8_decode, ep8_prefill, tp8, grouped_contiguous, grouped_masked or sorted_ep8; repeatable.",
+        ),
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
     commit: Commit = None,
 ) -> None:
     """Time the W4A16 GEMM on Kimi K2's shapes, cold L2, interleaved with its peers."""
-    _require_gpu()
+    require_gpu()
     from chord.bench.w4a16 import run
 
     found = run(peers, scenarios=scenario, long=long, samples=samples, commit=commit, progress=_print_row)
@@ -82,7 +84,7 @@ def bench_w4a16(
 
 def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
     """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
-    _require_gpu()
+    require_gpu()
     from chord.bench.host import run
 
     _write(run(commit=commit, progress=_print_row), out)
@@ -137,33 +139,6 @@ def tune_w4a16(
     _hand_over(tune(samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=_saver(out)), out)
 
 
-def qualify(
-    only: Annotated[str, typer.Option("--only", help="Shell patterns of program names, separated by commas.")] = "*",
-    tiny: Annotated[bool, typer.Option("--tiny", help="Inputs small enough for compute-sanitizer.")] = False,
-    json: Json = False,
-) -> None:
-    """Run the GPU checks of every program against the cubins of this registry; exit 1 if any fails."""
-    _require_gpu()
-    import torch
-
-    from chord import _runtime
-    from chord.checks.qualify import receipt
-    from chord.checks.suites import qualify_all
-
-    device = torch.cuda.current_device()
-    progress = (lambda verdict: None) if json else _print_verdict
-    verdicts = qualify_all(device, tiny=tiny, only=only, progress=progress)
-    if not verdicts:
-        raise ChordError(f"--only {only!r} matches no program; `chord ls` lists them")
-    failed = sum(bool(verdict.problems) for verdict in verdicts)
-    if json:
-        print_json(receipt(verdicts, _runtime.registry().digest, device))
-    else:
-        console().print(f"{len(verdicts)} programs checked, {failed} failed")
-    if failed:
-        raise typer.Exit(1)
-
-
 def _require_tuning() -> None:
     """What a tuner needs last is better missed now than after the measurements."""
     import tomlkit  # noqa: F401
@@ -171,10 +146,11 @@ def _require_tuning() -> None:
     from chord.build.tree import Tree
 
     Tree.default().require_checkout()
-    _require_gpu()
+    require_gpu()
 
 
-def _require_gpu() -> None:
+def require_gpu() -> None:
+    """Raises ChordError without torch or a CUDA device."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -216,13 +192,9 @@ def _write(results: Results, folder: Path) -> None:
 
 def _print_row(row: Row) -> None:
     peers = ", ".join(f"{name} {us:.2f}" for name, us in row.peers.items())
-    size = "" if row.tokens is None else f"{row.tokens:7} tokens  block_m {row.block_m:3}"
+    peers += "".join(f", own {name} {us:.2f}" for name, us in row.chord.items())
+    size = "" if row.tokens is None else f"{row.tokens:7} tokens"
+    size += "" if row.block_m is None else f"  block_m {row.block_m:3}"
+    size += "" if row.rows_per_expert is None else f"{row.rows_per_expert:7} rows an expert"
     what = f"{row.scenario:12} {row.proj or '':8}{size}  {row.us:9.2f} us  {row.program or ''}  {peers}"
     console().print(what, markup=False, highlight=False, soft_wrap=True)
-
-
-def _print_verdict(verdict: Verdict) -> None:
-    state = "FAILED" if verdict.problems else "ok"
-    console().print(f"{state:6} {verdict.program}, {verdict.cases} cases", markup=False, highlight=False)
-    for problem in verdict.problems[:5]:
-        console().print(f"       {problem}", markup=False, highlight=False, style="red", soft_wrap=True)

@@ -10,7 +10,8 @@ import typer
 
 from chord import _settings
 from chord.cli._output import Json, console, errors, print_json
-from chord.errors import PinMismatchError, SettingsError
+from chord.errors import SettingsError
+from chord.registry.facade import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +51,12 @@ def build(
     locked: Annotated[
         bool, typer.Option("--locked", help="Publish nothing and exit 1 unless manifest.json comes out as it is.")
     ] = False,
+    executor: Annotated[
+        str | None,
+        typer.Option(
+            "--executor", help="dask://HOST:PORT: compile on that Dask cluster, whose workers have this chord."
+        ),
+    ] = None,
     root: Root = None,
     json: Json = False,
 ) -> None:
@@ -59,15 +66,16 @@ def build(
     """
     settings = _settings.read()
     selection, tree = as_selection(arch, op), as_tree(settings.registry if root is None else root)
-    if settings.pin is not None:
-        _require_pinned(tree, settings.pin, writes=not (check or locked))
+    _require_pinned(tree, settings, writes=not (check or locked))
+    if check and executor:
+        raise typer.BadParameter("--executor compiles for a build; --check compiles on this machine")
     if check:
         run_check(selection, jobs, json, tree=tree, fresh=False)
         return
     from chord.build.builder import build as run
 
     with _one_line_if_interrupted(), progress_bar(json) as progress:
-        report = run(selection, tree=tree, jobs=jobs, progress=progress, locked=locked)
+        report = run(selection, tree=tree, jobs=jobs, progress=progress, locked=locked, executor=executor)
     for (program, where), log in report.warnings.items():
         errors().print(f"{program} for {where}:\n{log}", style="yellow", markup=False, highlight=False)
     if json:
@@ -126,19 +134,24 @@ def run_check(selection: Selection, jobs: int | None, json: bool, *, tree: Tree 
         raise typer.Exit(1)
 
 
-def _require_pinned(tree: Tree | None, pin: str, *, writes: bool) -> None:
-    """What CHORD_PIN pins must be there already, and a build that may write another manifest contradicts it."""
+def _require_pinned(tree: Tree | None, settings: _settings.Settings, *, writes: bool) -> None:
+    """What is pinned must be there already, and a build that may write another manifest contradicts it."""
     from chord.build.tree import Tree
     from chord.registry import canonical
+    from chord.registry.demands import Demands
 
+    given = {"CHORD_PIN": settings.pin, "CHORD_LOCK": settings.lock, "CHORD_KEY": settings.key}
+    asked = [name for name, value in given.items() if value is not None]
+    if not asked:
+        return
     if writes:
         raise SettingsError(
-            "CHORD_PIN is set, and `chord build` writes a manifest: unset it, or add --locked or --check"
+            f"{' and '.join(asked)} is set, and `chord build` writes a manifest: unset it, or add --locked or --check"
         )
-    manifest = (tree or Tree.default()).manifest
-    digest = canonical.digest(manifest.read_bytes())
-    if digest != pin:
-        raise PinMismatchError(f"{manifest} has SHA-256 {digest}, CHORD_PIN expects {pin}")
+    root = (tree or Tree.default()).root
+    data = (root / MANIFEST_NAME).read_bytes()
+    demands = Demands.gather(settings, root, pin=None, lock=None, key=None, relock=False)
+    demands.check_bytes(root / MANIFEST_NAME, data, canonical.digest(data))
 
 
 @contextmanager

@@ -13,11 +13,13 @@ import typer
 from chord import _settings
 from chord._version import __version__
 from chord.cli._output import Json, RegistryPath, missing_extra, open_registry, print_json, print_table
-from chord.errors import ChordError, DamagedCompilerError, ToolchainError, UnsupportedDeviceError
+from chord.errors import ChordError, DamagedCompilerError, ReceiptError, ToolchainError, UnsupportedDeviceError
 from chord.registry import Registry
 from chord.registry.architectures import ordered
 from chord.registry.driver import Driver
 from chord.registry.facade import MANIFEST_NAME
+from chord.registry.schema import Build
+from chord.registry.signature import envelope_path
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,35 @@ def _registry_checks(path: str | None) -> tuple[Registry | None, list[Check]]:
         store = Check(
             "cubins", "failed", f"{report.checked} named, {found}", "chord verify lists them; chord build restores them"
         )
-    return opened, [Check("registry", "ok", where), store]
+    return opened, [Check("registry", "ok", where), store, _proof_check(opened), _receipt_check(opened)]
+
+
+def _proof_check(opened: Registry) -> Check:
+    """Whether somebody vouches for the manifest, and whether that was asked for."""
+    if opened.signed_by:
+        return Check("signature", "ok", f"by a required key, {opened.signed_by}")
+    signed = envelope_path(opened.root / MANIFEST_NAME).exists()
+    found = "there is one, not checked" if signed else "not signed"
+    return Check("signature", "ok", found, "CHORD_KEY=public.pem requires one; chord verify --key checks it")
+
+
+def _receipt_check(opened: Registry) -> Check:
+    try:
+        ran = {
+            arch: [
+                bool(opened.receipts.ran_on(p.builds[arch].cubin_sha256)) for p in opened.programs(arch=arch).values()
+            ]
+            for arch in _architectures(opened)
+        }
+    except ReceiptError as error:
+        return Check("receipts", "failed", str(error))
+    found = ", ".join(f"{arch} {sum(found)} of {len(found)} programs" for arch, found in ran.items())
+    required = "required: no other program is loaded" if opened.require_receipt else "chord qualify writes them"
+    return Check("receipts", "ok", found, required)
+
+
+def _has_passed(opened: Registry, build: Build) -> bool:
+    return any(run.passed for run in opened.receipts.of(build.cubin_sha256))
 
 
 def _device_checks(opened: Registry | None) -> list[Check]:
@@ -154,4 +184,7 @@ def _setting_check(name: str, meaning: str) -> Check:
         return Check(name, "failed", str(error), meaning)
     if read.registry is not None and not (read.registry / MANIFEST_NAME).is_file():
         return Check(name, "failed", f"{value} holds no {MANIFEST_NAME}", meaning)
+    for path in (read.lock, read.key):
+        if path is not None and not path.is_file():
+            return Check(name, "failed", f"{value} is no file", meaning)
     return Check(name, "ok", value, meaning if name in _settings.WITHOUT_EFFECT else "")

@@ -11,6 +11,7 @@ from chord.cli._output import Json, RegistryPath, console, open_registry, print_
 from chord.errors import NoProgramError
 from chord.registry import Registry
 from chord.registry.architectures import ordered
+from chord.registry.receipts import Receipts
 from chord.registry.schema import Operator, Program, Route
 
 Arch = Annotated[str | None, typer.Option("--arch", help="Only this architecture, for example sm_90a.")]
@@ -30,11 +31,11 @@ def ls(
     registry: RegistryPath = None,
     json: Json = False,
 ) -> None:
-    """List programs: their architectures, sizes and registers."""
+    """List programs: their architectures, sizes and registers, and the GPUs that their cubins have run on."""
     opened = open_registry(registry)
     programs = opened.programs(operator, arch)
     if json:
-        print_json({name: _listing(program) for name, program in programs.items()})
+        print_json({name: _listing(program, opened.receipts) for name, program in programs.items()})
         return
     rows = (
         (
@@ -42,10 +43,12 @@ def ls(
             " ".join(ordered(program.builds)),
             _most(build.size_bytes for build in program.builds.values()),
             _most(kernel.registers for build in program.builds.values() for kernel in build.kernels),
+            _ran(program, opened.receipts, arch),
         )
         for name, program in programs.items()
     )
-    print_table(f"{len(programs)} programs", ("program", "architectures", "bytes, at most", "registers, at most"), rows)
+    columns = ("program", "architectures", "bytes, at most", "registers, at most", "ran on")
+    print_table(f"{len(programs)} programs", columns, rows)
     console().print(_origin(opened), highlight=False, soft_wrap=True)
 
 
@@ -62,9 +65,10 @@ def show(
         raise NoProgramError(f"{program}: no such program of {operator}; `chord ls {operator}` lists those that exist")
     definition = opened.manifest.operators[operator]
     if json:
-        print_json({"name": program, "program": found, "arm": definition.arms[found.arm]})
+        ran = {arch: opened.receipts.ran_on(build.cubin_sha256) for arch, build in found.builds.items()}
+        print_json({"name": program, "program": found, "arm": definition.arms[found.arm], "ran_on": ran})
         return
-    _show_program(program, found, definition)
+    _show_program(program, found, definition, opened.receipts)
 
 
 def lookup(
@@ -92,27 +96,36 @@ def coverage(
     registry: RegistryPath = None,
     json: Json = False,
 ) -> None:
-    """Show which ranges of a problem run which program, per operator and architecture."""
+    """Show which ranges of a problem run which program, and where its cubin has run, per operator and architecture."""
     opened = open_registry(registry)
     names = list(opened.manifest.operators) if operator is None else [operator]
     wanted = [(name, where) for name in names for where in _architectures(opened, name, arch)]
     if json:
-        print_json({name: {a: opened.coverage(name, a) for n, a in wanted if n == name} for name in names})
+        print_json({name: {a: _coverage(opened, name, a) for n, a in wanted if n == name} for name in names})
         return
     for name, where in wanted:
         routes = opened.coverage(name, where)
         keys = tuple(key for axis in opened.manifest.operators[name].axes for key in axis.keys)
         note = opened.manifest.operators[name].notes.get(where, "")
-        print_table(f"{name} on {where}: {note}", (*keys, "program"), _coverage_rows(routes, keys))
+        rows = _coverage_rows(opened, name, where, routes, keys)
+        print_table(f"{name} on {where}: {note}", (*keys, "program", "ran on"), rows)
 
 
-def _listing(program: Program) -> dict[str, Any]:
+def _listing(program: Program, receipts: Receipts) -> dict[str, Any]:
     return {
         "arm": program.arm,
         "num_tokens": program.num_tokens,
         "block_m": program.block_m,
         "builds": {arch: build.cubin_sha256 for arch, build in program.builds.items()},
+        "ran_on": {arch: receipts.ran_on(build.cubin_sha256) for arch, build in program.builds.items()},
     }
+
+
+def _ran(program: Program, receipts: Receipts, arch: str | None) -> str:
+    """Where the program's cubins have run, a line each: of one architecture, or of all."""
+    builds = {name: build for name, build in program.builds.items() if arch in (None, name)}
+    found = {name: receipts.ran_on(builds[name].cubin_sha256) for name in ordered(builds)}
+    return "\n".join(f"{name}: {', '.join(gpus)}" for name, gpus in found.items() if gpus) or "never run"
 
 
 def _most(values: Iterator[int]) -> int:
@@ -125,7 +138,7 @@ def _origin(opened: Registry) -> str:
     return f"registry {info.version}, serial {info.serial}, {where}, manifest {opened.digest}"
 
 
-def _show_program(name: str, program: Program, definition: Operator) -> None:
+def _show_program(name: str, program: Program, definition: Operator, receipts: Receipts) -> None:
     arm = definition.arms[program.arm]
     facts = [
         ("arm", f"{program.arm}: {arm.summary}"),
@@ -148,15 +161,32 @@ def _show_program(name: str, program: Program, definition: Operator) -> None:
             program.builds[arch].size_bytes,
             " ".join(str(k.registers) for k in program.builds[arch].kernels),
             " ".join(str(k.spill_bytes) for k in program.builds[arch].kernels),
+            ", ".join(receipts.ran_on(program.builds[arch].cubin_sha256)) or "never run",
         )
         for arch in ordered(program.builds)
     )
-    print_table("cubins", ("architecture", "SHA-256", "bytes", "registers", "spill bytes"), builds)
+    print_table("cubins", ("architecture", "SHA-256", "bytes", "registers", "spill bytes", "ran on"), builds)
 
 
-def _coverage_rows(routes: tuple[Route, ...], keys: tuple[str, ...]) -> Iterator[tuple[object, ...]]:
+def _coverage(opened: Registry, operator: str, arch: str) -> list[dict[str, Any]]:
+    programs = opened.programs(operator)
+    return [
+        {
+            "where": route.where,
+            "program": route.program,
+            "ran_on": opened.receipts.ran_on(programs[route.program].builds[arch].cubin_sha256),
+        }
+        for route in opened.coverage(operator, arch)
+    ]
+
+
+def _coverage_rows(
+    opened: Registry, operator: str, arch: str, routes: tuple[Route, ...], keys: tuple[str, ...]
+) -> Iterator[tuple[object, ...]]:
+    programs = opened.programs(operator)
     for route in routes:
-        yield (*(_side(route.where[key]) for key in keys), route.program)
+        ran = opened.receipts.ran_on(programs[route.program].builds[arch].cubin_sha256)
+        yield (*(_side(route.where[key]) for key in keys), route.program, ", ".join(ran) or "never run")
 
 
 def _side(value: object) -> object:

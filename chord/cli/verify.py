@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,12 +24,16 @@ def verify(
         ),
     ] = False,
     pin: Annotated[str | None, typer.Option(help="SHA-256 that manifest.json must have.")] = None,
+    lock: Annotated[Path | None, typer.Option(help="Lock file that the registry must agree with.")] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="Ed25519 public keys (PEM), one of which must have signed manifest.json.")
+    ] = None,
     registry: RegistryPath = None,
     jobs: Jobs = None,
     json: Json = False,
 ) -> None:
     """Hash every cubin and read its architecture and kernels; exit 1 if anything is missing, different or unlisted."""
-    opened = open_registry(registry, pin)
+    opened = open_registry(registry, pin, lock=lock, key=key)
     report = opened.verify()
     counts = {kind: report.count(kind) for kind in ("missing", "mismatch", "unlisted")}
     if json:
@@ -36,6 +41,7 @@ def verify(
             {"kind": f.kind, "program": f.program, "arch": f.arch, "message": f.message} for f in report.findings
         ]
         document = {"checked": report.checked, **counts, "findings": findings, "manifest_sha256": opened.digest}
+        document["signed_by"] = opened.signed_by
         if not rebuild:
             print_json(document)
     else:
@@ -48,6 +54,8 @@ def verify(
             f"{report.checked} cubins checked in {opened.store.root}: {summary}", highlight=False, soft_wrap=True
         )
         console().print(f"manifest {opened.digest} (from {opened.source})", highlight=False, soft_wrap=True)
+        if opened.signed_by:
+            console().print(f"signed with key {opened.signed_by}", highlight=False, soft_wrap=True)
     if not report.ok:
         if json and rebuild:
             print_json(document)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import cast
 
 from chord.registry.schema import Axis, Constant, Route
@@ -19,6 +20,11 @@ Interval = tuple[int, int]
 
 Combination = tuple[Constant, ...]
 """One value per choice key, in the order of `Domain.choice_keys`."""
+
+
+MAX_COMBINATIONS = 4096
+MAX_CELLS = 1 << 18
+"""Combinations of choices, and cells of an architecture: far above any operator's; no manifest may cost minutes."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,9 @@ def check_axes(axes: Sequence[Axis]) -> list[str]:
             problems.append(f"axis {name}: a range has exactly one key")
         elif axis.last < axis.first or (axis.last - axis.first) % axis.step:
             problems.append(f"axis {name}: {axis.first}..{axis.last} is not a range of steps of {axis.step}")
+    combinations = prod(len(axis.choices) for axis in axes if axis.choices)
+    if combinations > MAX_COMBINATIONS:
+        problems.append(f"axes: {combinations} combinations of choices, expected at most {MAX_COMBINATIONS}")
     return problems
 
 
@@ -98,12 +107,27 @@ def check_cover(axes: Sequence[Axis], routes: Sequence[Route]) -> list[str]:
         problems.extend(_check_route(domain, route))
     if problems:
         return problems
+    most = _most_cells(domain, routes)
+    if most > MAX_CELLS:
+        return [f"the routes' bounds cut the domain into as many as {most} cells, expected at most {MAX_CELLS}"]
     for combination, tree in build_trees(domain, routes).items():
         for sides, programs in _cells(domain.ranges, tree):
             if len(programs) != 1:
                 fault = f"more than one route ({', '.join(programs)})" if programs else "no route"
                 problems.append(f"{_cell_text(domain, combination, sides)}: {fault}")
     return problems
+
+
+def _most_cells(domain: Domain, routes: Sequence[Route]) -> int:
+    """An upper bound of the cells in all trees: every bound of a combination's routes may cut every other's."""
+    cuts: dict[Combination, list[set[int]]] = {}
+    for route in routes:
+        combination = cast(Combination, tuple(route.where[key] for key in domain.choice_keys))
+        sides = cuts.setdefault(combination, [{axis.first} for axis in domain.ranges])
+        for axis, starts in zip(domain.ranges, sides, strict=True):
+            first, last = cast(Interval, route.where[axis.keys[0]])
+            starts.update((first, last + axis.step))
+    return sum(prod(map(len, sides)) for sides in cuts.values())
 
 
 def build_trees(domain: Domain, routes: Sequence[Route]) -> dict[Combination, Tree]:

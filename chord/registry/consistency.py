@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from chord.registry.architectures import KNOWN
@@ -12,13 +13,17 @@ from chord.registry.schema import Arm, KernelConfig, Manifest, Operator, Program
 PARAMETER_TYPES = ("i32", "i64", "f32")
 """C scalars that a kernel parameter may have."""
 
+_SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
+_PATH_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NO_PATH = "expected names of letters, digits, _ . and - below templates/"
+
 ELEMENT_TYPES = ("any", "bf16", "f16", "f32", "i32", "i64", "u8")
 """What a buffer may hold."""
 
 
 def problems_of(manifest: Manifest) -> list[str]:
     """Every contradiction, each naming its entry; empty for a good manifest."""
-    problems: list[str] = []
+    problems = [f"sources: {path!r}: {_NO_PATH}" for path in manifest.sources if not _inside(path)]
     for name, operator in manifest.operators.items():
         problems.extend(f"{name}: {problem}" for problem in _operator_problems(manifest, name, operator))
     return problems
@@ -39,7 +44,14 @@ def _operator_problems(manifest: Manifest, name: str, operator: Operator) -> Ite
         yield from (f"{arch}: {problem}" for problem in check_cover(operator.axes, routes))
 
 
+def _inside(path: str) -> bool:
+    """Whether a path is plain words below the folder that it is relative to."""
+    return all(_PATH_PART.fullmatch(part) for part in path.split("/"))
+
+
 def _arm_problems(arm: Arm) -> Iterator[str]:
+    if not _inside(arm.template):
+        yield f"template {arm.template!r}: {_NO_PATH}"
     names = [arg.name for arg in arm.args]
     if len(set(names)) != len(names):
         yield "an argument is listed twice"
@@ -87,10 +99,12 @@ def _program_problems(manifest: Manifest, operator: Operator, program: Program) 
     if not symbols or len(set(symbols)) != len(symbols):
         yield "expected one or more kernels, each with its own symbol"
     for kernel in program.kernels:
-        yield from (f"{kernel.symbol}: {problem}" for problem in _kernel_problems(arm, kernel))
+        yield from (f"{kernel.symbol!r}: {problem}" for problem in _kernel_problems(arm, kernel))
 
 
 def _kernel_problems(arm: Arm, kernel: KernelConfig) -> Iterator[str]:
+    if not _SYMBOL.fullmatch(kernel.symbol):
+        yield "expected a C identifier"
     grid = kernel.grid
     if (grid.param is None) == (grid.blocks == 0):
         yield "its grid needs either a number of blocks or a parameter"

@@ -30,8 +30,18 @@ _REGCOUNT = 0x2F
 _KPARAM_INFO = 0x17
 _FORMAT_SIZED = 4
 
+_MAX_SECTIONS = 4096
+_MAX_KERNELS = 1024
+_MAX_NAME_BYTES = 4096
+_MAX_ATTRIBUTES = 1 << 16
+"""Far above any cubin's: a file that says otherwise costs neither time nor memory."""
+
 RESERVED_SMEM_BYTES = 1024
 """Shared memory that every block of sm_90 and later gives to the system. The cubin counts it, ptxas and we do not."""
+
+
+_FAULTS = (struct.error, ValueError, IndexError, KeyError, OverflowError)
+"""How an inconsistency in a file surfaces."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def parse(data: bytes) -> CubinInfo:
     """Read a cubin. Raises VerificationError, saying what `data` looks like instead, for anything else."""
     try:
         return _Elf(data).info()
-    except (struct.error, ValueError, IndexError, KeyError) as error:
+    except _FAULTS as error:
         raise VerificationError(f"expected a cubin, got {describe(data)} ({error})") from error
 
 
@@ -93,7 +103,7 @@ def _describe_elf(data: bytes) -> str:
         return f"an ELF for {_MACHINES.get(machine, f'machine {machine}')}, not for CUDA"
     try:
         return f"a CUDA ELF for {_Elf(data).info().arch}"
-    except (struct.error, ValueError, IndexError, KeyError):
+    except _FAULTS:
         return f"a truncated or damaged CUDA ELF ({len(data)} bytes)"
 
 
@@ -107,19 +117,23 @@ class _Section:
 
 
 class _Elf:
-    """One pass over the file. Any inconsistency surfaces as ValueError, struct.error, IndexError or KeyError."""
+    """One pass over the file. Any inconsistency surfaces as one of _FAULTS."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self._attributes_left = _MAX_ATTRIBUTES
         header = _HEADER.unpack_from(data)
         ident, machine, self._flags = header[0], header[2], header[7]
         section_offset, entry_size, count, names_index = header[6], header[11], header[12], header[13]
         if ident[:6] != b"\x7fELF\x02\x01" or machine != _EM_CUDA or entry_size != _SECTION.size:
             raise ValueError("not a 64-bit little-endian CUDA ELF")
+        if count > _MAX_SECTIONS:
+            raise ValueError(f"{count} sections, expected at most {_MAX_SECTIONS}")
         self._abi = ident[7]
         raw = [_SECTION.unpack_from(data, section_offset + i * entry_size) for i in range(count)]
         names = _Section("", raw[names_index][1], raw[names_index][4], raw[names_index][5], 0)
         self._sections = [_Section(self._string(names, s[0]), s[1], s[4], s[5], s[6]) for s in raw]
+        self._by_name = {section.name: section for section in reversed(self._sections)}
         for section in self._sections:
             if section.kind != _SHT_NOBITS and section.offset + section.size > len(data):
                 raise ValueError(f"section {section.name} ends behind the end of the file")
@@ -147,15 +161,21 @@ class _Elf:
             if code in (_REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE):
                 symbol, value = struct.unpack("<II", payload)
                 by_symbol[symbol][code] = value
-        strings = self._sections[table.link]
+        strings, seen = self._sections[table.link], set[str]()
         for index in range(table.size // _SYMBOL.size):
             name, kind, other, *_ = _SYMBOL.unpack_from(self._data, table.offset + index * _SYMBOL.size)
             if kind & 0xF == _STT_FUNC and other & _STO_CUDA_ENTRY:
+                if len(seen) == _MAX_KERNELS:
+                    raise ValueError(f"more than {_MAX_KERNELS} kernels")
                 symbol_name = self._string(strings, name)
+                if symbol_name in seen:
+                    raise ValueError(f"two kernels called {symbol_name!r}")
+                seen.add(symbol_name)
                 yield symbol_name, self._kernel(symbol_name, by_symbol[index])
 
     def _kernel(self, symbol: str, attributes: dict[int, int]) -> KernelInfo:
-        shared = next((s.size for s in self._sections if s.name == f".nv.shared.{symbol}"), RESERVED_SMEM_BYTES)
+        own = self._by_name.get(f".nv.shared.{symbol}")
+        shared = RESERVED_SMEM_BYTES if own is None else own.size
         parameters = {}
         for code, payload in self._attributes(f".nv.info.{symbol}"):
             if code == _KPARAM_INFO:
@@ -173,6 +193,9 @@ class _Elf:
         section = self._section(section_name)
         at, end = section.offset, section.offset + section.size
         while at < end:
+            self._attributes_left -= 1
+            if self._attributes_left < 0:
+                raise ValueError(f"more than {_MAX_ATTRIBUTES} attributes")
             form, code, size = struct.unpack_from("<BBH", self._data, at)
             at += 4
             if form == _FORMAT_SIZED:
@@ -180,11 +203,11 @@ class _Elf:
                 at += size
 
     def _section(self, name: str) -> _Section:
-        for section in self._sections:
-            if section.name == name:
-                return section
-        raise ValueError(f"no section {name}")
+        found = self._by_name.get(name)
+        if found is None:
+            raise ValueError(f"no section {name}")
+        return found
 
     def _string(self, table: _Section, at: int) -> str:
         start = table.offset + at
-        return self._data[start : self._data.index(b"\0", start)].decode()
+        return self._data[start : self._data.index(b"\0", start, start + _MAX_NAME_BYTES)].decode()

@@ -15,16 +15,18 @@ from chord.errors import (
     DriverError,
     ManifestError,
     NoProgramError,
-    PinMismatchError,
     SettingsError,
     UnsupportedDeviceError,
 )
 from chord.registry import canonical
 from chord.registry.architectures import KNOWN, ordered
 from chord.registry.boxes import Interval
+from chord.registry.decoding import MANIFEST_BYTES, read_bounded
+from chord.registry.demands import Demands, check_locks
 from chord.registry.launch import Kernel
 from chord.registry.loading import Loader, default_loader
 from chord.registry.lookup import RouteIndex
+from chord.registry.receipts import FOLDER, Receipts
 from chord.registry.schema import Arm, Build, Constant, Manifest, Operator, Program, Route
 from chord.registry.store import Store
 from chord.registry.verify import Report, verified_bytes, verify_all
@@ -51,46 +53,92 @@ class Registry:
     """Opened with `Registry.open`. Everything but `load`, `preload` works without a driver and writes nothing.
 
     `root` is the folder, `source` says where it came from, `digest` is the SHA-256 of the manifest's bytes.
+    `receipts` says which cubins have run where; `require_receipt`: load no others. `signed_by` is the id of a required
+    key that signed the manifest.
     """
 
     def __init__(
-        self, manifest: Manifest, store: Store, *, root: Path, source: str, digest: str, loader: Loader | None = None
+        self,
+        manifest: Manifest,
+        store: Store,
+        *,
+        root: Path,
+        source: str,
+        digest: str,
+        loader: Loader | None = None,
+        receipts: Receipts | None = None,
+        require_receipt: bool = False,
+        signed_by: str | None = None,
     ) -> None:
         self.manifest = manifest
         self.store = store
         self.root = root
         self.source = source
         self.digest = digest
+        self.receipts = receipts or Receipts([root / FOLDER], {})
+        self.require_receipt = require_receipt
+        self.signed_by = signed_by
         self._loader = loader or default_loader()
         self._indices = {name: RouteIndex(name, operator) for name, operator in manifest.operators.items()}
         self._kernels: dict[tuple[int, str], Kernel] = {}
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, path: str | Path | None = None, pin: str | None = None, *, path_name: str = "path") -> Registry:
+    def open(
+        cls,
+        path: str | Path | None = None,
+        pin: str | None = None,
+        *,
+        lock: str | Path | None = None,
+        key: str | Path | None = None,
+        receipts: str | Path | None = None,
+        require_receipt: bool | None = None,
+        relock: bool = False,
+        path_name: str = "path",
+    ) -> Registry:
         """Open the registry in `path`, else in CHORD_REGISTRY, else the packaged one. There is no fallback.
 
         The folder holds manifest.json, and the cubins under build/out/cubins (as `chord build` leaves them) or cubins.
-        pin: the digest that the manifest must have; CHORD_PIN likewise, and if both are given, both count.
+        pin: the digest that the manifest must have; CHORD_PIN likewise.
+        lock: a file that `chord lock` wrote; CHORD_LOCK, and a chord.lock beside the manifest, likewise.
+        key: a file of Ed25519 public keys, one of which must have signed the manifest; CHORD_KEY likewise.
+          Of pins, locks and keys all that are given count.
+        receipts: a folder of receipts beside the registry's own; CHORD_RECEIPTS if not given.
+        require_receipt: load only cubins that have one; CHORD_REQUIRE_RECEIPT if not given.
+        relock: no lock file counts, since a new one is to be written.
         path_name: what `source` and errors call `path`, for a caller whose users know it under another name.
-        Raises SettingsError, PinMismatchError or ManifestError.
+        Raises SettingsError, PinMismatchError, LockError, SignatureError or ManifestError.
         """
         settings = _settings.read()
         root, source = (Path(path), path_name) if path is not None else _locate(settings)
-        pins = {"CHORD_PIN": settings.pin, "pin": None if pin is None else _settings.checked_pin(pin, "pin")}
+        demands = Demands.gather(settings, root, pin=pin, lock=_path(lock), key=_path(key), relock=relock)
+        named = settings.receipts if receipts is None else Path(receipts)
+        if named is not None and not named.is_dir():
+            variable = "CHORD_RECEIPTS" if receipts is None else "receipts"
+            raise SettingsError(f"{variable}: expected a folder of receipts, {named} is none")
         manifest_path = root / MANIFEST_NAME
         try:
-            data = manifest_path.read_bytes()
+            data = read_bounded(manifest_path, MANIFEST_BYTES)
         except OSError as error:
             raise SettingsError(
                 f"{source}: expected a registry in {root}, cannot read {MANIFEST_NAME} there ({error.strerror}); "
                 "give a folder that `chord build` has filled"
             ) from error
         digest = canonical.digest(data)
-        _check_pins(manifest_path, digest, pins)
+        locks, signed_by = demands.check_bytes(manifest_path, data, digest)
         manifest = canonical.decode(data, str(manifest_path))
         _check_version(manifest_path, manifest.registry.version)
-        return cls(manifest, Store(_paths.store_of(root)), root=root, source=source, digest=digest)
+        check_locks(locks, manifest, digest)
+        return cls(
+            manifest,
+            Store(_paths.store_of(root)),
+            root=root,
+            source=source,
+            digest=digest,
+            receipts=Receipts([root / FOLDER, *filter(None, [named])], demands.keys),
+            require_receipt=settings.require_receipt if require_receipt is None else require_receipt,
+            signed_by=signed_by,
+        )
 
     def __repr__(self) -> str:
         return f"Registry({str(self.root)!r}, from {self.source}, digest {self.digest})"
@@ -134,8 +182,8 @@ class Registry:
     def load(self, selection: Selection | str, device: int | None = None) -> Kernel:
         """A program, by selection or by name, on a device (the current one if not given): proven and loaded once.
 
-        Raises TypeError for anything else, VerificationError, NoProgramError, UnsupportedDeviceError, DriverError,
-        CaptureError or ForkError.
+        Raises TypeError for anything else, VerificationError, ReceiptError, NoProgramError, UnsupportedDeviceError,
+        DriverError, CaptureError or ForkError.
         """
         if isinstance(selection, str):
             name, arch = selection, None
@@ -197,6 +245,8 @@ class Registry:
                 f"{place}: expected a driver for CUDA {_cuda(chosen.build.min_driver)} or newer, "
                 f"found one for {_cuda(available)}; update NVIDIA's driver"
             )
+        if self.require_receipt:
+            self.receipts.require(place, chosen.build.cubin_sha256)
         functions = self._loader.functions(
             device,
             chosen.build.cubin_sha256,
@@ -251,10 +301,8 @@ def _locate(settings: _settings.Settings) -> tuple[Path, str]:
     return root, "the checkout" if root == _paths.PACKAGE.parent else "the packaged registry"
 
 
-def _check_pins(path: Path, digest: str, pins: Mapping[str, str | None]) -> None:
-    wrong = [f"{source} expects {pin}" for source, pin in pins.items() if pin not in (None, digest)]
-    if wrong:
-        raise PinMismatchError(f"{path} has SHA-256 {digest}, {' and '.join(wrong)}; use the manifest that was pinned")
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def _check_version(path: Path, version: str) -> None:

@@ -81,7 +81,10 @@ class Kernel:
         packed = self._packer.pack(arguments, self.device, self._driver)
         packed = packed._replace(keep=(*packed.keep, owners))
         launches = [(step.kernel, step.function, self._blocks(step, arguments)) for step in self._steps]
-        return PreparedLaunch(self.name, self.device, self._driver, packed, launches, _provider(stream))
+        made = PreparedLaunch(self.name, self.device, self._driver, packed, launches, _provider(stream))
+        if not callable(stream):
+            made.make_ready(made._stream())
+        return made
 
     def _step(self, kernel: KernelConfig, function: Handle) -> _Step:
         rule = kernel.grid
@@ -97,6 +100,7 @@ class Kernel:
                 )
         if rule.max_per_sm is not None:
             multiprocessors = self._driver.multiprocessors(self.device)
+        self._driver.launch_config(kernel, kernel.cluster, 0)  # the process's first one takes half a millisecond
         return _Step(kernel, function, resident, multiprocessors)
 
     def _blocks(self, step: _Step, arguments: Mapping[str, object]) -> int:
@@ -149,6 +153,11 @@ class PreparedLaunch:
     def grids(self) -> tuple[int, ...]:
         """Blocks of each kernel."""
         return tuple(blocks for _, _, blocks in self._launches)
+
+    def make_ready(self, stream: int) -> None:
+        """Make the configurations for a stream now, so that the first launch on it costs what later ones do."""
+        if stream not in self._by_stream:
+            self._configure(stream)
 
     def driver_calls(self, stream: int) -> tuple[DriverCall, tuple[tuple[Handle, Handle, int, int], ...]]:
         """The driver's function, and the arguments of each call of it that a launch on `stream` makes, in order.

@@ -14,6 +14,7 @@ SCHEMA_VERSION = 1
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]  # `$` alone lets a newline follow
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+CubinSize = Annotated[int, msgspec.Meta(ge=1, le=64 << 20)]  # bytes; the largest so far has 0.2 MB
 Constant = int | str
 
 
@@ -115,7 +116,7 @@ class Build(_Strict, frozen=True, kw_only=True):
 
     closure_sha256: Sha256
     cubin_sha256: Sha256
-    size_bytes: Positive
+    size_bytes: CubinSize
     min_driver: Positive
     """Least CUDA driver API version as cuDriverGetVersion reports it, for example 12000."""
     kernels: tuple[KernelResources, ...]

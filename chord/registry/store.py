@@ -80,8 +80,9 @@ class Store:
                 return file.read(size_bytes + 1)
         except FileNotFoundError:
             raise MissingCubinError(f"{path}: expected {size_bytes} bytes, found no file; {_REPAIR}") from None
-        except OSError as error:
-            raise VerificationError(f"{path}: expected {size_bytes} bytes, cannot read it: {error.strerror}") from error
+        except (OSError, RuntimeError) as error:  # the latter: a link to itself, before Python 3.13
+            why = error.strerror if isinstance(error, OSError) else "links that lead in a circle"
+            raise VerificationError(f"{path}: expected {size_bytes} bytes, cannot read it: {why}") from error
 
 
 _REPAIR = "restore it with `chord build`, or reinstall the package"

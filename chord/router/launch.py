@@ -111,6 +111,7 @@ def prepare_fused_router(
     named = dict(zip(loaded.arguments, loaded.pick(values), strict=True))
     owners = (logits, bias, expert_map, topk_weights, topk_ids, plan, workspace)
     bound = loaded.kernel.prepare(named, stream=_runtime.stream_provider(device), owners=owners)
+    bound.make_ready(_runtime.raw_stream(device))
     return _runtime.Prepared(bound, loaded.name)
 
 

@@ -2,6 +2,12 @@
 
 from chord.w4a16.api import BlockPlan, PreparedMoeW4A16, moe_w4a16, prepare_moe_w4a16
 from chord.w4a16.experts import W4A16Experts
+from chord.w4a16.grouped import (
+    moe_w4a16_contiguous,
+    moe_w4a16_masked,
+    prepare_moe_w4a16_contiguous,
+    prepare_moe_w4a16_masked,
+)
 from chord.w4a16.launch import Interval, route_intervals
 from chord.w4a16.layout import LAYOUT_VERSION, WeightShape
 from chord.w4a16.weights import PackedW4A16, pack_w4a16, unpack_w4a16
@@ -15,8 +21,12 @@ __all__ = [
     "W4A16Experts",
     "WeightShape",
     "moe_w4a16",
+    "moe_w4a16_contiguous",
+    "moe_w4a16_masked",
     "pack_w4a16",
     "prepare_moe_w4a16",
+    "prepare_moe_w4a16_contiguous",
+    "prepare_moe_w4a16_masked",
     "route_intervals",
     "unpack_w4a16",
 ]

@@ -42,6 +42,7 @@ def moe_w4a16(
     expected_rows: int | None = None,
     invariant: bool = False,
     zero_missing: bool = False,
+    swiglu: bool = False,
     out: torch.Tensor | None = None,
     validate: bool = False,
 ) -> torch.Tensor:
@@ -54,6 +55,8 @@ def moe_w4a16(
     expected_rows: rows that an expert has on average, if the host knows better than M * top_k / E. It only chooses
         among programs: a wrong value costs time, never correctness.
     invariant: one main loop for all batch sizes, so that a row's bits depend on the row and its expert alone.
+    swiglu: of weights packed with gated=True; out[pair] = row_weight[pair] * silu(gate) * up, [M * top_k, N / 2], in
+        float32 up to the one rounding.
     zero_missing: clear the output first. Otherwise rows of pairs that the plan does not name keep what they held, in
         a new output whatever its memory held.
     validate: check the plan's values, which reads them back, and raise ValueError. Without it nothing is read back,
@@ -80,6 +83,7 @@ def moe_w4a16(
         expected_rows,
         invariant,
         zero_missing,
+        swiglu,
     )
     if out is None:
         result: torch.Tensor = torch.ops.chord.moe_w4a16.default(*arguments)
@@ -120,6 +124,7 @@ def prepare_moe_w4a16(
     expected_rows: int | None = None,
     invariant: bool = False,
     zero_missing: bool = False,
+    swiglu: bool = False,
     out: torch.Tensor | None = None,
     program: str | None = None,
 ) -> PreparedMoeW4A16:
@@ -130,28 +135,30 @@ def prepare_moe_w4a16(
     """
     expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
     blocks, data = BlockPlan(*plan[:3]), packed.data
-    shape = check_inputs(x, data, *blocks, row_weight, packed.shape.gated, top_k, block_m, expected_rows)
+    shape = check_inputs(x, data, *blocks, row_weight, packed.shape.gated, top_k, block_m, expected_rows, swiglu)
     if out is None:
-        out = torch.empty(x.shape[0] * top_k, shape.n, dtype=torch.bfloat16, device=x.device)
-    check_output(out, x, shape, top_k)
+        out = torch.empty(x.shape[0] * top_k, shape.outputs(swiglu), dtype=torch.bfloat16, device=x.device)
+    check_output(out, x, shape, top_k, swiglu)
     check_buffers(x, data, blocks.sorted_token_ids, row_weight, out)
     if not x.is_cuda:
         tensors = (x, data, *blocks, row_weight, out)
-        scalars = (shape, top_k, block_m, expected_rows, invariant, zero_missing)
+        scalars = (shape, top_k, block_m, expected_rows, invariant, zero_missing, swiglu)
         return PreparedMoeW4A16(Prepared(lambda: ops.run(*tensors, *scalars), "reference"), out)
     if x.shape[0] and blocks.expert_ids.numel():
         prepared = launch.prepare_gemm(
             x, data, blocks, row_weight, out, shape,
-            top_k=top_k, block_m=block_m, expert_rows=expected_rows, invariant=invariant, program=program,
+            top_k=top_k, block_m=block_m, expert_rows=expected_rows, invariant=invariant, swiglu=swiglu,
+            program=program,
         )  # fmt: skip
     else:
         prepared = Prepared(lambda: None, "")
     if zero_missing:
-        prepared = prepared._replace(launch=_cleared_first(out, prepared.launch))
+        prepared = prepared._replace(launch=cleared_first(out, prepared.launch))
     return PreparedMoeW4A16(prepared, out)
 
 
-def _cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable[[], None]:
+def cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable[[], None]:
+    """A launch that zeroes its output before."""
     rows = out.detach()
 
     def call() -> None:
@@ -161,12 +168,18 @@ def _cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callabl
     return call
 
 
-def _checked_rows(x: object, packed: object, top_k: int, block_m: int, expected_rows: int | None) -> int:
-    """expected_rows, worked out where it is not given, after checks of what that needs."""
+def checked_packed(packed: object) -> PackedW4A16:
+    """Raises TypeError for anything but a PackedW4A16: packed bytes alone do not say whether they are gated."""
     if not isinstance(packed, PackedW4A16):
         raise TypeError(f"packed: expected a chord.PackedW4A16 (see chord.pack_w4a16), got {type(packed).__name__}")
+    return packed
+
+
+def _checked_rows(x: object, packed: object, top_k: int, block_m: int, expected_rows: int | None) -> int:
+    """expected_rows, worked out where it is not given, after checks of what that needs."""
+    experts = checked_packed(packed).shape.experts
     check_tensor("x", x, (torch.bfloat16,), (None, None))
     assert isinstance(x, torch.Tensor)  # noqa: S101 - check_tensor said so
     check_int("top_k", top_k, 1)  # here, as the op's schema would take True for 1
     check_block_m(block_m)
-    return -(-x.shape[0] * top_k // packed.shape.experts) if expected_rows is None else expected_rows
+    return -(-x.shape[0] * top_k // experts) if expected_rows is None else expected_rows

@@ -11,6 +11,7 @@ from chord.router.api import route_plan
 from chord.router.validate import check_devices, check_tensor
 from chord.w4a16.api import Plan, moe_w4a16
 from chord.w4a16.checkpoint import ExpertReader, Shard
+from chord.w4a16.grouped import moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.layout import LAYOUT_VERSION, SCALE_GROUP, WeightShape
 from chord.w4a16.profiles import Profile, Role, select_profile
 from chord.w4a16.weights import PackedW4A16, pack_expert
@@ -129,11 +130,19 @@ class W4A16Experts(torch.nn.Module):
         if plan is None:
             plan = route_plan(topk_ids, self.num_global_experts, block_m, local_experts=self._local())
         expected_rows = -(-x.shape[0] * top_k // self.num_global_experts)
-        w13, w2 = PackedW4A16(self.w13, self.w13_shape), PackedW4A16(self.w2, self.w2_shape)
-        hidden = moe_w4a16(x, w13, plan, top_k=top_k, block_m=block_m, expected_rows=expected_rows, invariant=invariant)
-        gate, up = hidden.chunk(2, dim=1)
+        w13, w2 = self.packed()
+        active = moe_w4a16(
+            x,
+            w13,
+            plan,
+            top_k=top_k,
+            block_m=block_m,
+            expected_rows=expected_rows,
+            invariant=invariant,
+            swiglu=True,
+        )
         routed = moe_w4a16(
-            torch.nn.functional.silu(gate) * up,
+            active,
             w2,
             plan,
             top_k=1,
@@ -144,6 +153,74 @@ class W4A16Experts(torch.nn.Module):
             zero_missing=zero_missing,
         )
         return routed.view(x.shape[0], top_k, self.w2_shape.n).sum(dim=1)
+
+    def forward_contiguous(
+        self,
+        x: torch.Tensor,
+        *,
+        offsets: torch.Tensor | None = None,
+        m_indices: torch.Tensor | None = None,
+        row_weight: torch.Tensor | None = None,
+        expected_rows: int | None = None,
+        invariant: bool = False,
+        zero_missing: bool = False,
+    ) -> torch.Tensor:
+        """[M, H] bfloat16, a result for each row of x [M, H], whose rows lie in the order of this rank's experts.
+
+        For dispatchers that sort rows by expert: prefill, the profile h200_grouped_prefill. Arguments as for
+        `chord.moe_w4a16_contiguous`; row_weight scales the results. Adding up a token's rows is the caller's.
+        """
+        w13, w2 = self.packed()
+        active = moe_w4a16_contiguous(
+            x,
+            w13,
+            offsets=offsets,
+            m_indices=m_indices,
+            expected_rows=expected_rows,
+            invariant=invariant,
+            swiglu=True,
+        )
+        return moe_w4a16_contiguous(
+            active,
+            w2,
+            offsets=offsets,
+            m_indices=m_indices,
+            row_weight=row_weight,
+            expected_rows=expected_rows,
+            invariant=invariant,
+            zero_missing=zero_missing,
+        )
+
+    def forward_masked(
+        self,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        expected_rows: int,
+        row_weight: torch.Tensor | None = None,
+        invariant: bool = False,
+        zero_missing: bool = False,
+    ) -> torch.Tensor:
+        """[E, T, H] bfloat16, a result for the first counts[e] rows of each slab of x [E, T, H].
+
+        For low-latency dispatchers: decode, the profile h200_grouped_decode. Arguments as for `chord.moe_w4a16_masked`;
+        row_weight scales the results. Adding up a token's rows is the caller's.
+        """
+        w13, w2 = self.packed()
+        active = moe_w4a16_masked(x, w13, counts, expected_rows=expected_rows, invariant=invariant, swiglu=True)
+        return moe_w4a16_masked(
+            active,
+            w2,
+            counts,
+            expected_rows=expected_rows,
+            row_weight=row_weight,
+            invariant=invariant,
+            zero_missing=zero_missing,
+        )
+
+    def packed(self) -> tuple[PackedW4A16, PackedW4A16]:
+        """(w13, w2) as the operators take them."""
+        return PackedW4A16(self.w13, self.w13_shape), PackedW4A16(self.w2, self.w2_shape)
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.tensor([LAYOUT_VERSION])

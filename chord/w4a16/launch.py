@@ -15,8 +15,10 @@ from chord.registry import Kernel, PreparedLaunch
 from chord.w4a16.layout import LAYOUT_VERSION, WeightShape
 
 OPERATOR = "moe_w4a16"
-ABI_VERSION = 1
-"""Version of moe_w4a16's argument list that this module passes."""
+CONTIGUOUS = "moe_w4a16_contiguous"
+MASKED = "moe_w4a16_masked"
+GEMMS = {OPERATOR: 2, CONTIGUOUS: 1, MASKED: 1}
+"""The operators, with the version of the argument list that is passed to each."""
 MAX_EXPERT_ROWS = 1 << 30
 
 _LEAST_TILE_ROWS = 32  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
@@ -43,12 +45,25 @@ def gemm(
     block_m: int,
     expert_rows: int,
     invariant: bool,
+    swiglu: bool = False,
     program: str | None = None,
 ) -> None:
     """Launches the routed program (or `program`, for measurements) on torch's current stream of the tensors' device."""
-    device = x.device.index
-    kernel = _chosen(device, shape, expert_rows, invariant, program)
-    _launch(kernel, device, gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m))
+    values = gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m, swiglu=swiglu)
+    launch(OPERATOR, values, x.device.index, shape, expert_rows, invariant, program)
+
+
+def launch(
+    operator: str,
+    values: dict[str, int],
+    device: int,
+    shape: WeightShape,
+    expert_rows: int,
+    invariant: bool,
+    program: str | None = None,
+) -> None:
+    """Launches an operator's routed program, or the named one, with these values on torch's current stream."""
+    _launch(_chosen(operator, device, shape, expert_rows, invariant, program), device, values)
 
 
 def prepare_gemm(
@@ -63,14 +78,29 @@ def prepare_gemm(
     block_m: int,
     expert_rows: int,
     invariant: bool,
+    swiglu: bool = False,
     program: str | None = None,
 ) -> Prepared:
     """Binds what `gemm` would launch to checked buffers; it follows torch's current stream."""
-    device = x.device.index
-    kernel = _chosen(device, shape, expert_rows, invariant, program)
-    values = gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m)
+    values = gemm_values(x, packed, plan, row_weight, out, shape, top_k=top_k, block_m=block_m, swiglu=swiglu)
     owners = (x, packed, *plan, row_weight, out)
+    return prepare(OPERATOR, values, x.device.index, shape, expert_rows, invariant, program, owners)
+
+
+def prepare(
+    operator: str,
+    values: dict[str, int],
+    device: int,
+    shape: WeightShape,
+    expert_rows: int,
+    invariant: bool,
+    program: str | None,
+    owners: object,
+) -> Prepared:
+    """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
+    kernel = _chosen(operator, device, shape, expert_rows, invariant, program)
     bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name)
 
 
@@ -84,6 +114,7 @@ def gemm_values(
     *,
     top_k: int,
     block_m: int,
+    swiglu: bool = False,
 ) -> dict[str, int]:
     """Every argument of the moe_w4a16 contract by name; pointers as ints. plan: ids, expert ids, padded length."""
     sorted_token_ids, expert_ids, num_tokens_post_padded = plan
@@ -105,15 +136,31 @@ def gemm_values(
         "block_m": block_m,
         "num_slots": sorted_token_ids.numel(),
         "num_blocks": blocks,
-        "gated": int(shape.gated),
-        "num_items": min(tiles * -(-shape.n // 256), _MAX_ITEMS),
+        "gated": store_of(shape, swiglu),
+        "num_items": most_items(tiles, shape),
     }
 
 
-def routed_program(shape: WeightShape, expert_rows: int, arch: str) -> str:
+def store_of(shape: WeightShape, swiglu: bool) -> int:
+    """What the kernels' `gated` says of the store: 0 outputs in order, 1 as [gate | up], 2 silu(gate) * up."""
+    return int(shape.gated) + int(swiglu)
+
+
+def most_tiles(rows: int, experts: int) -> int:
+    """At least the row tiles of so many rows, however they are spread over experts."""
+    return rows // _LEAST_TILE_ROWS + experts
+
+
+def most_items(tiles: int, shape: WeightShape) -> int:
+    """Items of so many row tiles: bounds a grid."""
+    return min(tiles * -(-shape.n // 256), _MAX_ITEMS)
+
+
+def routed_program(shape: WeightShape, expert_rows: int, arch: str, operator: str = OPERATOR) -> str:
     """Name of the program that serves a weight shape with so many rows an expert."""
     rows = min(expert_rows, MAX_EXPERT_ROWS)
-    return next(i.program for i in route_intervals(shape.n, shape.k, shape.experts, arch) if i.first <= rows <= i.last)
+    intervals = route_intervals(shape.n, shape.k, shape.experts, arch, operator)
+    return next(interval.program for interval in intervals if interval.first <= rows <= interval.last)
 
 
 def pack(
@@ -137,45 +184,58 @@ def unpack(packed: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, shape
     _move("w4a16_unpack", packed.device.index, values, shape)
 
 
-def route_intervals(n: int, k: int, experts: int, arch: str) -> list[Interval]:
-    """What would be selected on an architecture ("sm_90a") for which rows an expert: ascending, without gap."""
+def move_rows(operator: str, device: int, values: dict[str, int]) -> None:
+    """Launches moe_swiglu, moe_scatter or moe_combine with arguments of its contract, checked by rows.py."""
+    _launch(_row_mover(operator, device), device, values)
+
+
+def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPERATOR) -> list[Interval]:
+    """What would be selected on an architecture ("sm_90a") for which rows an expert: ascending, without gap.
+
+    operator: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked.
+    """
+    if operator not in GEMMS:
+        raise ValueError(f"operator: expected one of {', '.join(GEMMS)}, got {operator!r}")
     WeightShape(experts, n, k)
     found = []
-    for route in _runtime.operator(OPERATOR).routes.get(arch, ()):
+    for route in _runtime.operator(operator).routes.get(arch, ()):
         sides = {key: side for key, side in route.where.items() if isinstance(side, tuple)}
         if all(sides[key][0] <= value <= sides[key][1] for key, value in (("n", n), ("k", k), ("experts", experts))):
             found.append(Interval(*sides["expert_rows"], route.program))
     if not found:
-        known = ", ".join(_runtime.operator(OPERATOR).routes) or "none"
-        raise NoProgramError(f"{OPERATOR}: no routes for {arch}; this registry has them for {known}")
+        known = ", ".join(_runtime.operator(operator).routes) or "none"
+        raise NoProgramError(f"{operator}: no routes for {arch}; this registry has them for {known}")
     return sorted(found)
 
 
-def _chosen(device: int, shape: WeightShape, expert_rows: int, invariant: bool, program: str | None) -> Kernel:
+def _chosen(
+    operator: str, device: int, shape: WeightShape, expert_rows: int, invariant: bool, program: str | None
+) -> Kernel:
     if program is not None:
-        return _named_kernel(device, program)
-    return _gemm_kernel(device, shape.n, shape.k, shape.experts, min(expert_rows, MAX_EXPERT_ROWS), invariant)
+        return _named_kernel(operator, device, program)
+    rows = min(expert_rows, MAX_EXPERT_ROWS)
+    return _gemm_kernel(operator, device, shape.n, shape.k, shape.experts, rows, invariant)
 
 
 @lru_cache(maxsize=4096)
-def _gemm_kernel(device: int, n: int, k: int, experts: int, expert_rows: int, invariant: bool) -> Kernel:
+def _gemm_kernel(operator: str, device: int, n: int, k: int, experts: int, expert_rows: int, invariant: bool) -> Kernel:
     arch = _runtime.architecture(device)
-    intervals = route_intervals(n, k, experts, arch)
-    if invariant and len(_families(intervals)) > 1:
-        return _load(OPERATOR, device, intervals[-1].program)  # the one for the most rows, whatever is expected
-    return _load(OPERATOR, device, routed_program(WeightShape(experts, n, k), expert_rows, arch))
+    intervals = route_intervals(n, k, experts, arch, operator)
+    if invariant and len(_families(operator, intervals)) > 1:
+        return _load(operator, device, intervals[-1].program)  # the one for the most rows, whatever is expected
+    return _load(operator, device, routed_program(WeightShape(experts, n, k), expert_rows, arch, operator))
 
 
 @lru_cache(maxsize=256)
-def _named_kernel(device: int, program: str) -> Kernel:
-    if program not in _runtime.operator(OPERATOR).programs:
-        raise NoProgramError(f"{program}: no such program of {OPERATOR}; see `chord ls`")
-    return _load(OPERATOR, device, program)
+def _named_kernel(operator: str, device: int, program: str) -> Kernel:
+    if program not in _runtime.operator(operator).programs:
+        raise NoProgramError(f"{program}: no such program of {operator}; see `chord ls`")
+    return _load(operator, device, program)
 
 
-def _families(intervals: list[Interval]) -> set[object]:
+def _families(operator: str, intervals: list[Interval]) -> set[object]:
     """Main loops of the programs: those of one main loop give the same bits."""
-    programs = _runtime.operator(OPERATOR).programs
+    programs = _runtime.operator(operator).programs
     return {programs[interval.program].constants["loop"] for interval in intervals}
 
 
@@ -185,6 +245,12 @@ def _mover(operator: str, device: int, blocks: int) -> Kernel:
     return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_blocks": blocks}).program_name)
 
 
+@lru_cache(maxsize=64)
+def _row_mover(operator: str, device: int) -> Kernel:
+    arch = _runtime.architecture(device)
+    return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_units": 1}).program_name)
+
+
 def _move(operator: str, device: int, values: dict[str, int], shape: WeightShape) -> None:
     values |= {"n": shape.n, "k": shape.k, "gated": int(shape.gated), "num_blocks": shape.blocks}
     _launch(_mover(operator, device, shape.blocks), device, values)
@@ -192,7 +258,7 @@ def _move(operator: str, device: int, values: dict[str, int], shape: WeightShape
 
 def _load(operator: str, device: int, program: str) -> Kernel:
     version = _runtime.operator(operator).abi_version
-    wanted = ABI_VERSION if operator == OPERATOR else LAYOUT_VERSION
+    wanted = GEMMS.get(operator, LAYOUT_VERSION)
     if version != wanted:
         raise ManifestError(
             f"{operator}: this chord expects version {wanted}, the manifest has {version}; install the chord and the "

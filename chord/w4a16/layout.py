@@ -53,6 +53,10 @@ class WeightShape:
         """Packed size of one expert."""
         return self.n // BLOCK * (self.k // BLOCK) * BLOCK_BYTES
 
+    def outputs(self, swiglu: bool) -> int:
+        """Columns of a result: n, or its half where gate and up rows become one."""
+        return self.n // 2 if swiglu else self.n
+
     @property
     def blocks(self) -> int:
         """Blocks of all experts, in the order in which they lie in memory."""

@@ -13,7 +13,8 @@ from chord.w4a16.validate import check_buffers, check_inputs, check_output
 
 _INPUTS = (
     "Tensor x, Tensor packed, Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded,"
-    " Tensor? row_weight, bool gated, int top_k, int block_m, SymInt expert_rows, bool invariant, bool zero_missing"
+    " Tensor? row_weight, bool gated, int top_k, int block_m, SymInt expert_rows, bool invariant, bool zero_missing,"
+    " bool swiglu"
 )
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _LIBRARY = torch.library.Library("chord", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -34,12 +35,13 @@ def _new(
     expert_rows: int,
     invariant: bool,
     zero_missing: bool,
+    swiglu: bool,
 ) -> torch.Tensor:
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows)
-    out = torch.empty(x.shape[0] * top_k, shape.n, dtype=torch.bfloat16, device=x.device)
+    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows, swiglu)
+    out = torch.empty(x.shape[0] * top_k, shape.outputs(swiglu), dtype=torch.bfloat16, device=x.device)
     check_buffers(x, packed, sorted_token_ids, row_weight, out)
-    run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing)
+    run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing, swiglu)
     return out
 
 
@@ -56,13 +58,14 @@ def _out(
     expert_rows: int,
     invariant: bool,
     zero_missing: bool,
+    swiglu: bool,
     out: torch.Tensor,
 ) -> None:
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows)
-    check_output(out, x, shape, top_k)
+    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows, swiglu)
+    check_output(out, x, shape, top_k, swiglu)
     check_buffers(x, packed, sorted_token_ids, row_weight, out)
-    run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing)
+    run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing, swiglu)
 
 
 def run(
@@ -79,6 +82,7 @@ def run(
     expert_rows: int,
     invariant: bool,
     zero_missing: bool,
+    swiglu: bool,
 ) -> None:
     """Writes `out` from checked arguments: a kernel for CUDA tensors, the reference for CPU tensors."""
     if zero_missing:
@@ -89,11 +93,11 @@ def run(
         rows = reference.block_rows(*plan, block_m=block_m, num_experts=shape.experts, num_pairs=pairs)
         words, scales = layout.unpack(packed, shape)
         with torch.no_grad():  # a kernel records nothing either
-            reference.moe_w4a16(x, words, scales, rows, top_k=top_k, row_weight=row_weight, out=out)
+            reference.moe_w4a16(x, words, scales, rows, top_k=top_k, row_weight=row_weight, out=out, swiglu=swiglu)
     elif expert_ids.numel() and x.shape[0]:
         launch.gemm(
             x, packed, plan, row_weight, out, shape,
-            top_k=top_k, block_m=block_m, expert_rows=expert_rows, invariant=invariant,
+            top_k=top_k, block_m=block_m, expert_rows=expert_rows, invariant=invariant, swiglu=swiglu,
         )  # fmt: skip
 
 
@@ -108,11 +112,13 @@ def _new_fake(
     top_k: int,
     block_m: int,
     expert_rows: int,
-    *_: bool,
+    _invariant: bool,
+    _zero_missing: bool,
+    swiglu: bool,
 ) -> torch.Tensor:
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows)
-    return torch.empty(x.shape[0] * top_k, shape.n, dtype=torch.bfloat16, device=x.device)
+    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows, swiglu)
+    return torch.empty(x.shape[0] * top_k, shape.outputs(swiglu), dtype=torch.bfloat16, device=x.device)
 
 
 def _out_fake(
@@ -128,11 +134,12 @@ def _out_fake(
     expert_rows: int,
     _invariant: bool,
     _zero_missing: bool,
+    swiglu: bool,
     out: torch.Tensor,
 ) -> None:
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows)
-    check_output(out, x, shape, top_k)
+    shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows, swiglu)
+    check_output(out, x, shape, top_k, swiglu)
 
 
 for _name, _real, _fake in (("moe_w4a16", _new, _new_fake), ("moe_w4a16_out", _out, _out_fake)):

@@ -56,21 +56,27 @@ def moe_w4a16(
     row_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     exact: bool = False,
+    swiglu: bool = False,
 ) -> torch.Tensor:
     """out[pair] = row_weight[pair] * (weights[expert] @ x[pair // top_k]) for the pairs of each expert.
 
+    swiglu: the weights' first N / 2 rows are gates, and a row of the result is silu(gate) * up instead, N / 2 wide.
+
     x: [M, K] bfloat16; words, scales: a checkpoint (layout.py); rows: block_rows; row_weight: [M * top_k] float32.
-    out: [M * top_k, N], changed in place where a pair is named; zeros when not given. Contract weights, float32 sums, a
-    bfloat16 result; with `exact`, exact weights, float64 sums and a float64 result.
+    out: [M * top_k, N or N / 2], changed in place where a pair is named; zeros when not given. Contract weights,
+    float32 sums, a bfloat16 result; with `exact`, exact weights, float64 sums and a float64 result.
     """
     kind = torch.float64 if exact else torch.float32
     if out is None:
-        size = (x.shape[0] * top_k, words.shape[1])
+        size = (x.shape[0] * top_k, words.shape[1] // 2 if swiglu else words.shape[1])
         out = torch.zeros(size, dtype=kind if exact else torch.bfloat16, device=x.device)
     for expert, pairs in rows.items():
         dequantize = exact_weights if exact else contract_weights
         weight = dequantize(words[expert], scales[expert]).to(kind)
         product = x[pairs // top_k].to(kind) @ weight.T
+        if swiglu:
+            gate, up = product.chunk(2, dim=1)
+            product = torch.nn.functional.silu(gate) * up
         if row_weight is not None:
             product *= row_weight[pairs, None].to(kind)
         out[pairs] = product.to(out.dtype)

@@ -49,7 +49,12 @@ def check_scheme(quantization: Fields, module: str) -> None:
     if any(_matches(pattern, module) for pattern in quantization.get("ignore") or ()):
         raise ValueError(f"{module}: its weights are not quantised (quantization_config's ignore names it)")
     group = _group_of(quantization, module)
-    _expect(module, "format", group.get("format") or quantization.get("format"), ("pack-quantized",))
+    check_group({**group, "format": group.get("format") or quantization.get("format")}, module)
+
+
+def check_group(group: Fields, module: str) -> None:
+    """The same for one config group: its `format`, `weights` and activations, however they were read."""
+    _expect(module, "format", group.get("format"), ("pack-quantized",))
     weights = group.get("weights")
     if weights is None:
         raise ValueError(f"{module}: its weights are not quantised (the config group has none)")

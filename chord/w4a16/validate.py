@@ -28,6 +28,14 @@ def shape_of(x: torch.Tensor, packed: torch.Tensor, gated: bool) -> WeightShape:
     return WeightShape(packed.shape[0], packed.shape[1] // column * BLOCK, k, gated)
 
 
+def check_swiglu(swiglu: object, gated: bool) -> None:
+    """That swiglu is only asked of weights whose gate and up rows are interleaved."""
+    if type(swiglu) is not bool:
+        raise TypeError(f"swiglu: expected a bool, got {swiglu!r} ({type(swiglu).__name__})")
+    if swiglu and not gated:
+        raise ValueError("swiglu: expected weights packed with gated=True, got a projection without gates")
+
+
 def check_inputs(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -39,9 +47,11 @@ def check_inputs(
     top_k: int,
     block_m: int,
     expert_rows: int,
+    swiglu: bool = False,
 ) -> WeightShape:
     """Types, shapes and devices of everything that is read; returns the projection's shape."""
     shape = shape_of(x, packed, gated)
+    check_swiglu(swiglu, gated)
     check_int("top_k", top_k, 1)
     check_int("rows * top_k", x.shape[0] * top_k, 0, MAX_PAIRS)
     check_block_m(block_m)
@@ -60,9 +70,9 @@ def check_inputs(
     return shape
 
 
-def check_output(out: torch.Tensor, x: torch.Tensor, shape: WeightShape, top_k: int) -> None:
-    """out: bfloat16 [rows * top_k, n] beside x."""
-    check_tensor("out", out, (torch.bfloat16,), (x.shape[0] * top_k, shape.n))
+def check_output(out: torch.Tensor, x: torch.Tensor, shape: WeightShape, top_k: int, swiglu: bool = False) -> None:
+    """out: bfloat16 [rows * top_k, n], or n / 2 with swiglu, beside x."""
+    check_tensor("out", out, (torch.bfloat16,), (x.shape[0] * top_k, shape.outputs(swiglu)))
     check_devices({"x": x, "out": out})
 
 
@@ -100,19 +110,20 @@ def check_plan_values(
     if blocks > expert_ids.numel():
         raise ValueError(f"expert_ids: expected at least {blocks} entries for {count} ids, got {expert_ids.numel()}")
     experts, ids = expert_ids[:blocks].cpu(), sorted_token_ids[:count].cpu().view(blocks, block_m)
-    _refuse(
+    refuse(
         "expert_ids", experts, (experts < -1) | (experts >= num_experts), f"-1 (no expert) or 0 to {num_experts - 1}"
     )
     ids = ids[experts >= 0]
-    _refuse("sorted_token_ids", ids, ids < 0, f"0 to {num_pairs - 1}, or at least {num_pairs} in an empty place")
+    refuse("sorted_token_ids", ids, ids < 0, f"0 to {num_pairs - 1}, or at least {num_pairs} in an empty place")
     filled = ids < num_pairs
     late = filled[:, 1:] & ~filled[:, :-1]
-    _refuse("sorted_token_ids", ids[:, 1:], late, "a block's pairs before its empty places")
+    refuse("sorted_token_ids", ids[:, 1:], late, "a block's pairs before its empty places")
     pairs = ids[filled].sort().values
-    _refuse("sorted_token_ids", pairs[1:], pairs.diff() == 0, "each pair once")
+    refuse("sorted_token_ids", pairs[1:], pairs.diff() == 0, "each pair once")
 
 
-def _refuse(name: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+def refuse(name: str, values: torch.Tensor, wrong: torch.Tensor, expected: str) -> None:
+    """Raises ValueError with the first of the values that are wrong, if there is one."""
     if wrong.any():
         at = wrong.flatten().nonzero()[0, 0]
         raise ValueError(f"{name}: expected {expected}, got {int(values.flatten()[at])}")

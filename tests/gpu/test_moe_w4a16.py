@@ -38,12 +38,13 @@ def test_every_program_is_right_and_writes_nothing_else(shape, routing, device, 
     problems = []
     blocks = (8, 64) if shape.startswith(("one", "short", "gated")) else (16,)
     for block_m in blocks:
-        case = checks.gemm_case(
-            SHAPES[shape], TOKENS.get(shape, 50), 8, block_m, routing, device, weighted=block_m != 16
-        )
-        expected = checks.Expected.of(case)
-        for program in programs(device):
-            problems += checks.gemm_problems(case, expected, program)
+        for swiglu in {False, SHAPES[shape].gated}:
+            case = checks.gemm_case(
+                SHAPES[shape], TOKENS.get(shape, 50), 8, block_m, routing, device, weighted=block_m != 16, swiglu=swiglu
+            )
+            expected = checks.Expected.of(case)
+            for program in programs(device):
+                problems += checks.gemm_problems(case, expected, program)
     expect_none(problems)
 
 

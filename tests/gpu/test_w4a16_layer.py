@@ -71,7 +71,7 @@ def test_a_prepared_launch_costs_at_most_a_microsecond_above_a_bare_driver_call(
 
 def test_opcheck(device):
     case = checks.gemm_case(GATE_UP, 9, 2, 8, "random", device, weighted=True)
-    scalars = (True, 2, 8, 3, False, True)
+    scalars = (True, 2, 8, 3, False, True, False)
     arguments = (case.x, case.packed.data, *case.plan, case.row_weight, *scalars)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.chord.moe_w4a16.default, arguments, test_utils=tests)

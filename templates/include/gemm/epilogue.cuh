@@ -1,11 +1,13 @@
 // From accumulators to output rows: factor, one rounding to bfloat16, transposition through shared memory, 16-byte stores.
+// Two policies: the outputs themselves, or SwiGLU of those that are interleaved gate and up rows.
 #pragma once
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/rows.cuh"
 #include "gemm/tile.cuh"
-#include "ptx/mma.cuh"
+#include "ptx/math.cuh"
 #include "ptx/matrix.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
@@ -13,14 +15,37 @@ namespace gemm {
 
 // Where 8 packed outputs go: output `packed` (a multiple of 8) of the weights' row order, in the order of the result.
 __device__ __forceinline__ u32 output_column(const Problem& problem, u32 packed) {
-    if (problem.half == 0) return packed;
-    return packed / 16 * 8 + (packed / 8 % 2) * problem.half;
+    if (problem.gated == 0) return packed;
+    return packed / 16 * 8 + (packed / 8 % 2) * (problem.outputs / 2);
+}
+
+// silu(gate) * up. exp2 overflows to infinity and its reciprocal to 0 where silu is 0 in float32, too.
+__device__ __forceinline__ f32 swiglu(f32 gate, f32 up) {
+    constexpr f32 kLog2E = 1.4426950408889634f;
+    return gate * ptx::reciprocal_approx_normal(1.f + ptx::exp2_approx(-kLog2E * gate)) * up;
+}
+
+// Factors of the token rows 8 i + 2 (lane % 4) and the next.
+template <class T>
+__device__ __forceinline__ float2 row_factors(u32 slot, u32 i) {
+    const uint2 pair = ptx::load_shared_v2(slot + T::slot_factors + 4 * (8 * i + 2 * (threadIdx.x % 4)));
+    return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
+}
+
+// 16 bytes of shared memory to 8 columns of the row in place `row` of the item, if it holds one. Places without a row hold
+// kNoRow and are not written: nothing leaves an expert's last row.
+template <class T>
+__device__ __forceinline__ void store_row_piece(const Problem& problem, u32 slot, u32 row, u32 column, u32 from) {
+    const u32 pair = ptx::load_shared(slot + T::slot_ids + 4 * row);
+    if (pair != kNoRow) {
+        const uint4 values = ptx::load_shared_v4(from);
+        *reinterpret_cast<uint4*>(problem.out + u64{pair} * problem.columns() + column) = values;
+    }
 }
 
 // One warpgroup writes its strip: 64 outputs from `output` on, of the item in `slot`. Accumulator layout: ptx/wgmma.cuh.
-// Slots without a row hold kNoRow and are not written: nothing leaves an expert's last row.
 template <class T, u32 kWidth>
-__device__ __forceinline__ void store_strip(const Problem& problem, f32 (&acc)[kWidth / 2], u32 shared, u32 slot,
+__device__ __forceinline__ void store_outputs(const Problem& problem, f32 (&acc)[kWidth / 2], u32 shared, u32 slot,
                                             u32 group, u32 output) {
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 staging = shared + T::staging + group * T::staging_bytes;
@@ -31,9 +56,8 @@ __device__ __forceinline__ void store_strip(const Problem& problem, f32 (&acc)[k
     if (problem.row_weight != nullptr) {
 #pragma unroll
         for (u32 i = 0; i < kWidth / 8; ++i) {
-            const uint2 pair = ptx::load_shared_v2(slot + T::slot_factors + 4 * (8 * i + 2 * (lane % 4)));
-            const f32 even = __uint_as_float(pair.x), odd = __uint_as_float(pair.y);
-            acc[4 * i] *= even, acc[4 * i + 1] *= odd, acc[4 * i + 2] *= even, acc[4 * i + 3] *= odd;
+            const float2 f = row_factors<T>(slot, i);
+            acc[4 * i] *= f.x, acc[4 * i + 1] *= f.y, acc[4 * i + 2] *= f.x, acc[4 * i + 3] *= f.y;
         }
     }
 #pragma unroll
@@ -48,13 +72,50 @@ __device__ __forceinline__ void store_strip(const Problem& problem, f32 (&acc)[k
             ptx::store_matrix_x2_transposed(write, a, b);
         }
         ptx::barrier_sync_aligned(1 + group, 128);
-        if (part + row < kWidth) {
-            const u32 pair = ptx::load_shared(slot + T::slot_ids + 4 * (part + row));
-            if (pair != kNoRow) {
-                const uint4 values = ptx::load_shared_v4(read);
-                *reinterpret_cast<uint4*>(problem.out + u64{pair} * problem.outputs + column) = values;
+        if (part + row < kWidth) store_row_piece<T>(problem, slot, part + row, column, read);
+    }
+}
+
+// The same for gate and up rows: a thread holds both of an output in accumulators of its own, gate in the first two of a
+// fragment. 32 token rows x 32 outputs at a time: rows 16 to 31 lie beside rows 0 to 15 in the staging memory.
+template <class T, u32 kWidth>
+__device__ __forceinline__ void store_swiglu(const Problem& problem, f32 (&acc)[kWidth / 2], u32 shared, u32 slot,
+                                             u32 group, u32 output) {
+    constexpr u32 kRows = 2 * T::staging_rows, kHalf = T::staging_pitch / 2 / 16 * 16;
+    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const u32 staging = shared + T::staging + group * T::staging_bytes;
+    const u32 write = staging + lane % 16 * T::staging_pitch + lane / 16 * kHalf + warp * 16;
+    const u32 row = thread / 4, read = staging + row % 16 * T::staging_pitch + row / 16 * kHalf + thread % 4 * 16;
+    const u32 column = output / 2 + thread % 4 * 8;
+#pragma unroll
+    for (u32 part = 0; part < kWidth; part += kRows) {
+        u32 packed[4] = {};  // 8 token rows x 8 outputs each
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 fragment = part / 8 + i;
+            if (8 * fragment >= kWidth) continue;
+            f32* const d = acc + 4 * fragment;
+            f32 even = swiglu(d[0], d[2]), odd = swiglu(d[1], d[3]);
+            if (problem.row_weight != nullptr) {
+                const float2 f = row_factors<T>(slot, fragment);
+                even *= f.x, odd *= f.y;
             }
+            packed[i] = ptx::pack_bf16(even, odd);
         }
+        ptx::barrier_sync_aligned(1 + group, 128);  // the part before, or the item before, has been read
+        ptx::store_matrix_x4_transposed(write, packed[0], packed[1], packed[2], packed[3]);
+        ptx::barrier_sync_aligned(1 + group, 128);
+        if (part + row < kWidth) store_row_piece<T>(problem, slot, part + row, column, read);
+    }
+}
+
+template <class T, u32 kWidth>
+__device__ __forceinline__ void store_strip(const Problem& problem, f32 (&acc)[kWidth / 2], u32 shared, u32 slot,
+                                            u32 group, u32 output) {
+    if (problem.swiglu()) {
+        store_swiglu<T, kWidth>(problem, acc, shared, slot, group, output);
+    } else {
+        store_outputs<T, kWidth>(problem, acc, shared, slot, group, output);
     }
 }
 

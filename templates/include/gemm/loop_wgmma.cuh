@@ -58,7 +58,8 @@ struct WgmmaLoop {
 
 private:
     // k16 steps of a batch: as many as two sets of fragments find room for beside the accumulators.
-    static constexpr u32 kSteps = T::groups == 4 && T::max_rows <= 56 ? 4 : T::max_rows <= 128 ? 2 : 1;
+    static constexpr u32 kMostFor4 = T::groups == 4 ? 88 : 112, kMostFor2 = T::groups == 4 ? 120 : 144;
+    static constexpr u32 kSteps = T::max_rows <= kMostFor4 ? 4 : T::max_rows <= kMostFor2 ? 2 : 1;
     static constexpr u32 kBatches = T::stage_blocks * 4 / kSteps;
     static_assert(kBatches % 2 == 0, "the two sets of fragments take turns");
 

@@ -105,7 +105,15 @@ def test_evaluates(renderer: Renderer, expression: int | str, value: int | str) 
         ("n // 0", "zero"),
         ("n + 'x'", "expression"),
         ("none", "got None"),
-        ("cycler.__init__.__globals__.os.getpid()", "unsafe"),
+        ("cycler.__init__.__globals__.os.getpid()", "call is not arithmetic"),
+        ("''.__class__", "getattr is not arithmetic"),
+        ("n ** 9999999", "pow is not arithmetic"),
+        ("range(n) | list", "list is not arithmetic"),
+        ("'x' * 999999999", "takes numbers, got str"),
+        ("[n] * 999999999", "takes numbers, got list"),
+        ("(" * 190 + "n" + ")" * 190, "recursion"),
+        ("n + " * 200 + "n", "expected at most 400 characters"),
+        ("999999999 * 999999999 * 999999999", "expected a number of 64 bits, got one of 90"),
     ],
 )
 def test_refuses_expressions(renderer: Renderer, expression: str, said: str) -> None:

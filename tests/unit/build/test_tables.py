@@ -44,7 +44,7 @@ MANY, ROUTES_2 = line_of("[[arms]]", 1), line_of("[[routes]]", 1)
         (
             "abi_version = 1",
             "abi_version = 1\ncolour = 3",
-            r"toy\.toml:4: colour: unknown key: expected one of schema, operator, abi_version, axes, tags, args, arms",
+            r"toy\.toml:4: colour: unknown key: expected one of schema, operator, abi_version, axes, tags, args",
         ),
         (
             "[tags]\n",
@@ -166,6 +166,56 @@ def test_mistakes_name_the_cell(tree: Tree, old: str, new: str, said: str) -> No
     assert str(caught.value).startswith("registry/toy.toml")
 
 
+BORROWED = """
+[[borrow]]
+operator = "toy"
+instead_of = "toy/single.cu.j2"
+template = "toy/single.cu.j2"
+args = ["factor", "out"]
+"""
+
+
+def add_borrower(tree: Tree, borrow: str) -> None:
+    """A table `other` like toy's, that has only toy's second arm of its own."""
+    text = toytree.TABLE.lstrip("\n").replace('operator = "toy"', 'operator = "other"')
+    first, second = (text.index("[[arms]]"), text.rindex("[[arms]]"))
+    one, two = text.index("[[programs]]"), text.rindex("[[programs]]")
+    kept = text[:first] + borrow.lstrip("\n") + text[second:one] + text[two:]
+    (tree.registry / "other.toml").write_text(kept)
+
+
+def test_borrowed_arms_are_the_lenders_but_for_template_and_arguments(tree: Tree) -> None:
+    add_borrower(tree, BORROWED)
+    other, toy = jobs.read(tree).operators
+    assert (other.name, toy.name) == ("other", "toy")
+    assert [name.replace("other.", "toy.") for name in other.programs] == list(toy.programs)
+    for mine, lent in zip(other.programs.values(), toy.programs.values(), strict=True):
+        assert (mine.constants, mine.architectures) == (lent.constants, lent.architectures)
+    mine, lent = other.arms["single"], toy.arms["single"]
+    assert [arg.name for arg in mine.args] == ["factor", "out"]
+    assert (mine.template, mine.summary) == (lent.template, lent.summary)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('operator = "toy"', 'operator = "toys"', r"borrow\[0\]\.operator: expected a table with arms of .*got 'toys'"),
+        (
+            'instead_of = "toy/single',
+            'instead_of = "toy/no',
+            r"expected a table with arms of toy/no\.cu\.j2, got 'toy'",
+        ),
+        ('args = ["factor", "out"]', 'args = ["fact"]', r"single: args: expected names from \[args\].*fact"),
+        ("instead_of", "instead", r"borrow\[0\].*unknown field `instead`"),
+    ],
+)
+def test_mistakes_in_borrowing_name_the_cell(tree: Tree, old: str, new: str, said: str) -> None:
+    add_borrower(tree, BORROWED.replace(old, new))
+    with pytest.raises(TableError, match=said) as caught:
+        jobs.read(tree)
+    assert str(caught.value).startswith("registry/other.toml")
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "90a", "sm_100", "sm_100f", "sm_103", "SM_90A", ""])
 def test_architecture_names_are_strict(tree: Tree, arch: str) -> None:
     text = (tree.root / TOY).read_text()
@@ -216,7 +266,9 @@ def test_any_damage_is_a_table_error_or_a_plan(data: st.DataObject, tmp_path_fac
         jobs.read(Tree(root))
 
 
-@pytest.mark.parametrize("row", [tables.ArmRow, tables.KernelRow, tables.GridRow, tables.WorkspaceRow, Axis])
+@pytest.mark.parametrize(
+    "row", [tables.ArmRow, tables.BorrowRow, tables.KernelRow, tables.GridRow, tables.WorkspaceRow, Axis]
+)
 def test_every_key_is_in_the_legend(row: type[msgspec.Struct]) -> None:
     page = (_paths.PACKAGE.parent / "docs" / "adding-a-kernel.md").read_text()
     assert [field for field in row.__struct_fields__ if not re.search(rf"\b{field}\b", page)] == []

@@ -122,7 +122,7 @@ def test_r08_architecture_names_are_strict(tree: Path, arch: str) -> None:
 
 def test_coverage_shows_every_route(tree: Path) -> None:
     routes = json.loads(chord("coverage", "toy", "--arch", "sm_90a", "--registry", tree, "--json"))["toy"]["sm_90a"]
-    assert {"where", "program"} == set(routes[0])
+    assert {"where", "program", "ran_on"} == set(routes[0])
     assert "3..1000" in chord("coverage", "toy", "--arch", "sm_90a", "--registry", tree)
     assert "no routes" in chord("coverage", "toy", "--arch", "sm_80", "--registry", tree, code=1)
 
@@ -190,7 +190,7 @@ def test_doctor_lists_variables_that_nobody_knows(tree: Path) -> None:
         name: ("unknown", value) for name, value in unknown.items()
     }
     assert checks["CHORD_PINN"]["advice"] == "did you mean CHORD_PIN?"
-    assert checks["CHORD_DEBUG"]["advice"].startswith("known are CHORD_PIN, ")
+    assert checks["CHORD_DEBUG"]["advice"].startswith("known are CHORD_KEY, ")
     assert "did you mean CHORD_PIN?" in run(*words, **unknown).stdout
     assert run(*words, **unknown).returncode == 0
     assert run(*words, "--strict", **unknown).returncode == 1

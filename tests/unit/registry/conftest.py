@@ -4,12 +4,13 @@ import pytest
 from unit.registry import samples
 from unit.registry.fakes import FakeApi
 
+from chord import _settings
 from chord.registry.store import Store
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in ("CHORD_REGISTRY", "CHORD_PIN"):
+    for name in _settings.KNOWN:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -31,7 +31,11 @@ def replaced(**changes) -> s.Manifest:
 @given(
     st.text(max_size=8),
     st.integers(1, 2**31),
-    st.dictionaries(st.text(max_size=5), st.from_regex("[0-9a-f]{64}", fullmatch=True), max_size=4),
+    st.dictionaries(
+        st.from_regex("[a-z0-9]{1,4}(/[a-z][a-z.]{0,3})?", fullmatch=True),
+        st.from_regex("[0-9a-f]{64}", fullmatch=True),
+        max_size=4,
+    ),
 )
 def test_equal_manifests_have_equal_bytes_and_come_back_equal(version, serial, sources):
     info = s.RegistryInfo(version=version, serial=serial)
@@ -116,6 +120,19 @@ CONTRADICTIONS = {
         "sm_103a: route of toy.many: the program is declared for sm_90a, sm_100a",
     ),
     "unknown architecture": (replaced(routes={"sm_90": TOY.routes["sm_90a"]}), "'sm_90': expected one of sm_90a"),
+    "a template outside": (
+        replaced(arms=TOY.arms | {"many": msgspec.structs.replace(TOY.arms["many"], template="../../etc/passwd")}),
+        r"arm many: template '../../etc/passwd': expected names .* below templates/",
+    ),
+    "a source outside": (
+        msgspec.structs.replace(GOOD, sources={"/etc/passwd": "0" * 64}),
+        r"sources: '/etc/passwd': expected names",
+    ),
+    "a symbol with a NUL": (with_program("toy.many", kernels=(kernel("toy\0many"),)), "expected a C identifier"),
+    "too many choices": (
+        replaced(axes=tuple(s.Axis(keys=(f"k{i}",), choices=tuple((n,) for n in range(10))) for i in range(20))),
+        "combinations of choices, expected at most 4096",
+    ),
     "unparsable name": (with_program("toy.Many"), "arm name 'Many'"),
     "name of another operator": (with_program("toi.many"), "names operator toi, stands under toy"),
     "name of another arm": (with_program("toy.more"), "names arm more, has arm many"),

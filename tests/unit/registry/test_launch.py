@@ -146,6 +146,16 @@ def test_the_launch_follows_the_current_stream(many, api):
     assert api.launches[0]["config"] is api.launches[2]["config"]
 
 
+def test_the_first_launch_finds_its_configuration_made(many, api, monkeypatch):
+    """After preload a first launch is to cost what later ones do (R09): nothing is left for it to set up."""
+    fixed, followed = many.prepare(GOOD, stream=7), many.prepare(GOOD, stream=lambda: 9)
+    followed.make_ready(9)
+    monkeypatch.setattr(Driver, "launch_config", None)
+    fixed()
+    followed()
+    assert [launched["stream"] for launched in api.launches] == [7, 9]
+
+
 def test_streams_without_end_do_not_pile_up(many, api):
     streams = iter(range(1, 2000))
     launch = many.prepare(GOOD, stream=lambda: next(streams))

@@ -157,7 +157,9 @@ def test_the_same_symbol_in_different_cubins(tmp_path):
 
 def test_no_variable_turns_verification_off():
     switches = {"CHORD_SM90_DECODE", "CHORD_USE_GROUPED"}
-    assert set(_settings.KNOWN) == {"CHORD_REGISTRY", "CHORD_PIN", *switches}
+    places = {"CHORD_REGISTRY", "CHORD_RECEIPTS"}
+    stricter = {"CHORD_PIN", "CHORD_LOCK", "CHORD_KEY", "CHORD_REQUIRE_RECEIPT"}
+    assert set(_settings.KNOWN) == switches | places | stricter
 
 
 def test_the_driver_gets_the_very_bytes_that_were_proven(root, api):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_peers
+from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers
 from chord.bench.results import Results, Row
 from chord.w4a16.layout import WeightShape
 
@@ -40,7 +40,28 @@ def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
     assert {cell.tokens for cell in longer} == {1024, 2048, 4096, 8192, 16384}
     assert not {cell for cell in longer if cell.scenario == "ep8_decode"}
     with pytest.raises(ValueError, match=r"got \['dense'\]"):
-        w4a16.cells(["dense"])
+        w4a16._chosen(["dense"], w4a16_grouped.SIZES)
+    assert w4a16._chosen(None, w4a16_grouped.SIZES) > set(w4a16.SHAPES)
+
+
+def test_grouped_cells_are_those_of_the_goals():
+    every = w4a16_grouped.cells(w4a16_grouped.SIZES)
+    assert len(every) == len(set(every)) == 2 * (3 + 4 + 5)
+    assert sum(a.shape != b.shape for a, b in pairwise(every)) == 1
+    assert {cell.size for cell in w4a16_grouped.cells(["grouped_masked", "ep8_decode"])} == {8, 16, 32, 64}
+
+
+def test_grouped_rows_get_a_table_of_their_own():
+    rows = [
+        Row(scenario="grouped_masked", proj="down", rows_per_expert=size, program="p", us=100.0 + size,
+            peers={"humming_masked": 130.0}, chord={"large_slab": 101.0 + size})
+        for size in (16, 8)
+    ]  # fmt: skip
+    lines = report.w4a16_table(some_results(rows), "grouped_masked").splitlines()
+    assert "| rows an expert |" in lines[0]
+    assert "chord, large slab us" in lines[0]
+    assert lines[2] == "| down | 8 | `p` | 108.0 |  | 130.0 | 1.20x | 109.0 |  |"
+    assert plot.w4a16_series(some_results(rows), "grouped_masked", "down")["chord"] == [(8, 108.0), (16, 116.0)]
 
 
 def test_tokens_become_rows_as_the_split_has_it():

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from chord.checks import qualify_w4a16, w4a16
-from chord.w4a16 import ops
+from chord.checks import qualify_w4a16, w4a16, w4a16_grouped
+from chord.w4a16 import grouped_ops, ops
 from chord.w4a16.layout import WeightShape
 
 CPU = torch.device("cpu")
 
 
 def reference_program(case, program, out, plan=None):
-    scalars = (case.packed.shape, case.top_k, case.block_m, 0, False, False)
+    scalars = (case.packed.shape, case.top_k, case.block_m, 0, False, False, case.swiglu)
     ops.run(case.x, case.packed.data, *(plan or case.plan), case.row_weight, out, *scalars)
 
 
@@ -42,7 +42,7 @@ def test_the_reference_passes(program, routing):
 
 def test_faults_are_found(program):
     program(lambda out, case: out[(case.expert_of < 0).nonzero()[0, 0]].zero_())
-    assert problems() == ["p: wrote rows that the plan does not name"]
+    assert problems() == ["p: wrote rows that are nobody's"]
     program(lambda out, case: out[case.expert_of >= 0].numel() and out.mul_(1.02))
     assert any("RMS error" in problem for problem in problems())
     program(lambda out, case: out.as_strided((1,), (1,), 0).fill_(1.0))
@@ -57,6 +57,46 @@ def test_every_program_meets_every_case(program):
     assert {name: len(outcomes) for name, outcomes in found.items()} == {"p": cases, "q": cases}
     assert not any(problem for outcomes in found.values() for case in outcomes for problem in case)
     assert qualify_w4a16._gemm_problems([], qualify_w4a16.LOADS, CPU, tiny=False) == {}
+
+
+@pytest.fixture
+def grouped_program(monkeypatch):
+    """The same for the grouped operators."""
+
+    def use(fault=lambda out, case: None):
+        def run(case, program, out):
+            shape = case.packed.shape
+            rows = out.view(*case.x.shape[:-1], -1)
+            grouped_ops.run(case.x, case.packed.data, case.rows, rows, shape, case.settings)
+            fault(out, case)
+
+        monkeypatch.setattr(w4a16_grouped, "run_program", run)
+
+    use()
+    return use
+
+
+@pytest.mark.parametrize("form", w4a16_grouped.FORMS)
+def test_every_grouped_program_meets_every_case(grouped_program, form):
+    operator = w4a16_grouped.FORMS[form]
+    found = qualify_w4a16._grouped_problems(operator, ["p"], qualify_w4a16.TINY_SLABS, CPU, tiny=True)
+    forms = sum(taker == operator for taker in w4a16_grouped.FORMS.values())
+    assert len(found["p"]) == len(qualify_w4a16.TINY_SLABS) * len(qualify_w4a16.TINY_SPREADS) * forms
+    assert not any(problem for case in found["p"] for problem in case)
+
+
+@pytest.mark.parametrize("form", w4a16_grouped.FORMS)
+def test_rows_of_nobody_that_are_written_are_found(grouped_program, form):
+    shape = WeightShape(5, 128, 64, gated=True)
+    for spread in w4a16_grouped.SPREADS:
+        counts = w4a16_grouped.draw_counts(spread, 4, 5)
+        assert len(counts) == 5
+        case = w4a16_grouped.grouped_case(shape, form, counts, CPU, swiglu=spread == "hot")
+        expected = w4a16_grouped.expected_of(w4a16_grouped.placed(case, CPU))
+        grouped_program()
+        assert list(w4a16_grouped.grouped_problems(case, expected, "p")) == []
+        grouped_program(lambda out, case: out[(case.expert_of < 0).nonzero()[-1, 0]].zero_())
+        assert list(w4a16_grouped.grouped_problems(case, expected, "p")) == ["p: wrote rows that are nobody's"]
 
 
 def test_packers_are_compared_with_torchs_packing():

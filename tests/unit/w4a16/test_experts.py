@@ -96,6 +96,26 @@ def test_routes_without_an_expert_count_as_zero(layer, weights, inputs):
     assert relative_error(layer(x, route_weights, ids), exact(weights, (x, route_weights, ids))) < 1e-2
 
 
+def test_grouped_rows_give_what_the_routed_tokens_give(layer, inputs):
+    """Rows sorted by expert as offsets and as slabs: the same bits as the layer's own, before the sum over routes."""
+    x, route_weights, ids = inputs
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS)
+    rows, row_weight = x[order // TOP_K], route_weights.flatten()[order]
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    sorted_rows = layer.forward_contiguous(rows, offsets=offsets, row_weight=row_weight)
+    routed = torch.empty_like(sorted_rows)
+    routed[order] = sorted_rows
+    assert torch.equal(routed.view(TOKENS, TOP_K, HIDDEN).sum(dim=1), layer(*inputs))
+    slabs, weights = torch.zeros(EXPERTS, 9, HIDDEN, dtype=torch.bfloat16), torch.zeros(EXPERTS, 9)
+    for expert in range(EXPERTS):
+        mine = slice(offsets[expert], offsets[expert + 1])
+        slabs[expert, : counts[expert]], weights[expert, : counts[expert]] = rows[mine], row_weight[mine]
+    masked = layer.forward_masked(slabs, counts.to(torch.int32), expected_rows=5, row_weight=weights, zero_missing=True)
+    assert torch.equal(torch.cat([masked[e, : counts[e]] for e in range(EXPERTS)]), sorted_rows)
+    assert all((masked[e, counts[e] :] == 0).all() for e in range(EXPERTS))
+
+
 def test_no_tokens(layer):
     assert layer(
         torch.empty(0, HIDDEN, dtype=torch.bfloat16), torch.empty(0, TOP_K), torch.empty(0, TOP_K, dtype=torch.int32)

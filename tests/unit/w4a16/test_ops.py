@@ -63,6 +63,29 @@ def test_operator_follows_the_plan_and_leaves_other_rows_alone(problem, gated, w
     assert torch.equal(cleared, torch.where(want == 3, torch.zeros_like(want), got))
 
 
+def test_swiglu_is_rounded_once(problem):
+    x, codes, scale, ids, plan = problem
+    packed = chord.pack_w4a16(words_from_codes(codes), scale, gated=True)
+    row_weight = torch.rand(TOKENS * TOP_K, generator=torch.Generator().manual_seed(2))
+    options = {"top_k": TOP_K, "block_m": 8, "row_weight": row_weight, "zero_missing": True}
+    got = chord.moe_w4a16(x, packed, plan, **options, swiglu=True)
+    dense, want = (
+        contract_weights(words_from_codes(codes), scale).to(torch.float32),
+        torch.zeros(TOKENS * TOP_K, N // 2),
+    )
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if expert >= 0:
+            gate, up = (dense[expert] @ x[pair // TOP_K].to(torch.float32)).chunk(2)
+            want[pair] = torch.nn.functional.silu(gate) * up * row_weight[pair]
+    torch.testing.assert_close(got, want.to(torch.bfloat16), rtol=2**-8, atol=1e-5)
+    out = torch.zeros(TOKENS * TOP_K, N // 2, dtype=torch.bfloat16)
+    prepared = chord.prepare_moe_w4a16(x, packed, plan, **options, swiglu=True, out=out)
+    prepared()
+    assert torch.equal(out, got)
+    with pytest.raises(ValueError, match=r"out: expected shape \[12, 64\], got \[12, 128\]"):
+        chord.moe_w4a16(x, packed, plan, **options, swiglu=True, out=torch.zeros(12, N, dtype=torch.bfloat16))
+
+
 def test_plain_codes_pack_to_the_same_bytes(problem):
     _, codes, scale, _, _ = problem
     plain, words = chord.pack_w4a16(codes, scale), chord.pack_w4a16(words_from_codes(codes), scale)
@@ -149,7 +172,7 @@ def test_blocks_of_remote_experts_are_a_valid_plan(problem):
 
 
 def scalars(packed):
-    return (packed.shape.gated, TOP_K, 8, 3, False, True)
+    return (packed.shape.gated, TOP_K, 8, 3, False, True, False)
 
 
 def test_opcheck(problem, filled_memory):
@@ -201,5 +224,5 @@ def test_nothing_is_differentiable(filled_memory, problem):
     chord.moe_w4a16(rows, packed, plan, out=out, **settings)  # a leaf, which autograd would not let be written
     assert out.is_leaf
     assert torch.equal(out, eager)
-    arguments = (rows, packed.data, *plan[:3], weight, False, TOP_K, 8, 3, False, True)
+    arguments = (rows, packed.data, *plan[:3], weight, False, TOP_K, 8, 3, False, True, False)
     torch.library.opcheck(OPS.moe_w4a16.default, arguments)

@@ -7,6 +7,8 @@ import chord
 from chord import _runtime
 from chord.errors import NoProgramError
 from chord.w4a16 import launch
+from chord.w4a16.grouped_ops import Settings, gemm_values
+from chord.w4a16.grouped_rows import ContiguousRows, MaskedRows
 from chord.w4a16.layout import WeightShape, words_from_codes
 
 EXPERTS, N, K, TOKENS, TOP_K = 4, 128, 64, 6, 2
@@ -61,7 +63,12 @@ class FakeKernel:
     def prepare(self, arguments, *, stream, owners=None):
         self.prepared.append(dict(arguments))
         self.owners = owners
-        return lambda: self.launched.append((dict(arguments), stream() if callable(stream) else stream))
+
+        def launch():
+            self.launched.append((dict(arguments), stream() if callable(stream) else stream))
+
+        launch.make_ready = lambda stream: None
+        return launch
 
 
 @pytest.fixture
@@ -113,6 +120,52 @@ def test_values_are_the_manifests_arguments(problem):
     assert values["num_items"] >= values["num_blocks"] * -(-N // 256)
 
 
+@pytest.mark.parametrize("operator", [launch.CONTIGUOUS, launch.MASKED])
+def test_grouped_values_are_the_manifests_arguments(problem, operator):
+    _, packed, _ = problem
+    if operator == launch.MASKED:
+        x, rows = torch.empty(EXPERTS, 40, K, dtype=torch.bfloat16), MaskedRows(torch.zeros(EXPERTS, dtype=torch.int32))
+    else:
+        x = torch.empty(4 * 40, K, dtype=torch.bfloat16)
+        rows = ContiguousRows(torch.zeros(EXPERTS + 1, dtype=torch.int64), None)
+    out = torch.empty(*x.shape[:-1], N, dtype=torch.bfloat16)
+    values = gemm_values(x, packed.data, rows, out, packed.shape, Settings(None, False, False, 3, False, False))
+    for arm in _runtime.operator(operator).arms.values():
+        assert {arg.name for arg in arm.args} == set(values)
+    assert values["num_items"] >= EXPERTS * 2 * -(-N // 256), "two tiles of 32 rows, of 40 an expert"
+    assert values.get("wide_offsets", 1) == 1
+
+
+def test_grouped_calls_launch_once_bound_and_follow_the_stream(problem, gpu, monkeypatch):
+    _, packed, _ = problem
+    x, counts = torch.empty(EXPERTS, 8, K, dtype=torch.bfloat16), torch.zeros(EXPERTS, dtype=torch.int32)
+    out, rows = torch.empty(EXPERTS, 8, N, dtype=torch.bfloat16), MaskedRows(counts)
+    values = gemm_values(x, packed.data, rows, out, packed.shape, Settings(None, False, False, 3, False, False))
+    for stream in (7, 8, 7):
+        gpu.stream = stream
+        launch.launch(rows.operator, values, 0, packed.shape, 3, False)
+    prepared = launch.prepare(rows.operator, values, 0, packed.shape, 3, False, None, (x, out))
+    prepared.launch()
+    assert [stream for _, stream in gpu.kernel.launched] == [7, 8, 7, 7]
+    assert len(gpu.kernel.prepared) == 3
+
+
+def test_grouped_operators_have_the_arms_of_the_indexed_one():
+    indexed = _runtime.operator(launch.OPERATOR)
+    for name in (launch.CONTIGUOUS, launch.MASKED):
+        operator = _runtime.operator(name)
+        for program in operator.programs.values():
+            twin = indexed.programs[f"{launch.OPERATOR}.{program.arm}"]
+            assert program.constants == twin.constants
+            assert set(program.builds) == set(twin.builds)
+        for shape in (WeightShape(24, 4096, 7168), WeightShape(12, 7168, 2048), WeightShape(384, 7168, 256)):
+            intervals = chord.route_intervals(shape.n, shape.k, shape.experts, "sm_90a", name)
+            assert (intervals[0].first, intervals[-1].last) == (0, launch.MAX_EXPERT_ROWS)
+            assert all(interval.program.startswith(f"{name}.") for interval in intervals)
+    with pytest.raises(ValueError, match="operator: expected one of moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked"):
+        chord.route_intervals(4096, 7168, 48, "sm_90a", "route_plan")
+
+
 def test_programs_are_found_by_rows_an_expert_and_by_name():
     shape = WeightShape(48, 4096, 7168)
     for interval in chord.route_intervals(4096, 7168, 48, "sm_90a"):
@@ -120,4 +173,4 @@ def test_programs_are_found_by_rows_an_expert_and_by_name():
             assert launch.routed_program(shape, rows, "sm_90a") == interval.program
     assert launch.routed_program(shape, 1 << 40, "sm_90a") == launch.routed_program(shape, 1 << 30, "sm_90a")
     with pytest.raises(NoProgramError, match="no such program of moe_w4a16"):
-        launch._named_kernel(0, "fused_router.single")
+        launch._named_kernel("moe_w4a16", 0, "fused_router.single")

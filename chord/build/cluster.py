@@ -1,0 +1,109 @@
+"""Compiling on an existing Dask cluster, instead of in processes of this machine.
+
+Its workers need this chord and the pinned NVRTC (`chord-registry[build,cluster]`). Each of a worker's threads drives a
+compiler process with a bare environment, as a local build does; what comes back is checked as a local result is.
+A Dask cluster runs whatever its members send each other: name only one that you trust with this machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from threading import Lock, local
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from chord._version import __version__
+from chord.build.nvrtc import Request, Result
+from chord.build.pool import CompilerProcess, Key
+from chord.build.toolchain import ToolchainPin
+from chord.errors import ChordError, ToolchainError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+_CONNECT_S = 20
+_mine = local()
+_processes: list[CompilerProcess] = []
+_lock = Lock()
+
+
+class ClusterPool:
+    """The same use as pool.CompilerPool. The cluster decides how many compilations run at a time."""
+
+    def __init__(self, pin: ToolchainPin, executor: str) -> None:
+        """executor: dask://HOST:PORT, a scheduler's address. Raises ChordError for anything else."""
+        found = re.fullmatch(r"dask://([^/\s@]+:\d{1,5})", executor)
+        if found is None:
+            raise ChordError(f"executor {executor!r}: expected dask://HOST:PORT, the address of a Dask scheduler")
+        self._pin = msgspec.msgpack.encode(pin)
+        self._address = f"tcp://{found[1]}"
+
+    def __enter__(self) -> ClusterPool:
+        from distributed import Client
+
+        try:
+            self._client: Client = Client(self._address, timeout=_CONNECT_S, set_as_default=False)
+        except OSError as error:
+            raise ChordError(f"{self._address}: expected a Dask scheduler, cannot connect: {error}") from error
+        if not self._client.scheduler_info(n_workers=-1)["workers"]:
+            self._client.close()
+            raise ChordError(f"{self._address}: expected a Dask cluster with workers, it has none; start some")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(Exception):  # a cluster that is going down has nothing left to end
+            self._client.run(_end_processes)
+        self._client.close()
+
+    def compile_all(self, requests: Mapping[Key, Request]) -> Iterator[tuple[Key, Result]]:
+        """Results as they come. Raises ToolchainError when a worker lacks this chord or the pinned compiler."""
+        from distributed import as_completed
+
+        running: dict[Any, Key] = {
+            self._client.submit(_compile, self._pin, msgspec.msgpack.encode(request), __version__, pure=False): key
+            for key, request in requests.items()
+        }
+        try:
+            for future in as_completed(running, loop=self._client.loop):
+                yield running[future], self._result(future)
+        finally:
+            self._client.cancel(list(running))
+
+    def _result(self, future: Any) -> Result:  # noqa: ANN401 - distributed has no types
+        error = future.exception()
+        if error is None:
+            answer: bytes = future.result()
+            return msgspec.msgpack.decode(answer, type=Result)
+        if isinstance(error, ToolchainError | ModuleNotFoundError):
+            raise ToolchainError(
+                f"{self._address}: a worker cannot compile: {error}; install this chord on every worker: "
+                "pip install 'chord-registry[build,cluster]'"
+            ) from error
+        return Result(cubin=None, log=f"{self._address}: the worker ended without a result: {error}")
+
+
+def _compile(pin: bytes, request: bytes, version: str) -> bytes:
+    """Runs on a worker: plain bytes in and out."""
+    if version != __version__:
+        raise ToolchainError(f"it has chord {__version__}, the build is by chord {version}")
+    process: CompilerProcess | None = getattr(_mine, "process", None)
+    if process is None or not process.alive:
+        process = _mine.process = CompilerProcess(msgspec.msgpack.decode(pin, type=ToolchainPin))
+        with _lock:
+            _processes.append(process)
+    return msgspec.msgpack.encode(process.compile(msgspec.msgpack.decode(request, type=Request)))
+
+
+def _end_processes() -> None:
+    """Runs on each worker when a build has ended: no compiler outlives it."""
+    with _lock:
+        while _processes:
+            process = _processes.pop()
+            process.end()
+            process.close()

@@ -1,0 +1,55 @@
+"""The frameworks that chord plugs into, and the releases of them that it was tried with."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import NamedTuple
+
+Release = tuple[int, int]
+
+
+class Host(NamedTuple):
+    """A framework: its distribution, the first release that is served and the first that is not, and a way out."""
+
+    distribution: str
+    first: Release
+    end: Release
+    instead: str
+
+
+VLLM = Host(
+    "vllm",
+    (0, 32),
+    (0, 34),
+    "serve without chord (leave --quantization chord out, unset CHORD_HUMMING, or set VLLM_PLUGINS to others), or "
+    "install a release of chord that names this one",
+)
+
+
+def refusal(host: Host, version: str | None) -> str | None:
+    """Why a release of a host is not served, and what to do; None for one that is."""
+    wanted = f"{_text(host.first)} <= version < {_text(host.end)}"
+    if version is None:
+        return f"chord serves {host.distribution} {wanted}; {host.distribution} is not installed"
+    release = _release(version)
+    if release is not None and host.first <= release < host.end:
+        return None
+    return f"chord serves {host.distribution} {wanted}, found {version}: {host.instead}"
+
+
+def installed(host: Host) -> str | None:
+    """The version that is installed, if any. Imports nothing of it."""
+    try:
+        return metadata.version(host.distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> Release | None:
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _text(release: Release) -> str:
+    return f"{release[0]}.{release[1]}"

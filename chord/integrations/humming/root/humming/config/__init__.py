@@ -1,0 +1,10 @@
+from chord.integrations.humming.config import (
+    GemmType,
+    InputQuantizationMode,
+    LayerConfig,
+    MmaType,
+    WeightScale2Type,
+    WeightScaleType,
+)
+
+__all__ = ["GemmType", "InputQuantizationMode", "LayerConfig", "MmaType", "WeightScale2Type", "WeightScaleType"]

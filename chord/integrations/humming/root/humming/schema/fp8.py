@@ -1,0 +1,3 @@
+from humming.schema import Fp8WeightSchema
+
+__all__ = ["Fp8WeightSchema"]

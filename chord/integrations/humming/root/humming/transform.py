@@ -1,0 +1,3 @@
+from chord.integrations.humming.transform import prepare_and_transform_humming_tensors
+
+__all__ = ["prepare_and_transform_humming_tensors"]

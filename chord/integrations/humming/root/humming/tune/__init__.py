@@ -1,0 +1,3 @@
+from chord.integrations.humming.tune import get_heuristics_config
+
+__all__ = ["get_heuristics_config"]

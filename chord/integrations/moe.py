@@ -1,0 +1,163 @@
+"""The experts of a MoE layer over memory that a framework lends: no allocation, no synchronisation, no host reads.
+
+Three ways to give the rows: by a plan that is made here (indexed), sorted by expert (contiguous), or a slab for each
+expert (masked). Each is two launches, the SwiGLU being part of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+
+from chord import _runtime
+from chord.router import RoutePlan, max_route_blocks, route_plan
+from chord.w4a16 import PackedW4A16, moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked
+
+BLOCK_M = 8
+"""The kernels join blocks of one expert themselves, so that the smallest wastes least."""
+BOUNDARY_BYTES = 256
+
+Piece = tuple[torch.dtype, tuple[int, ...]]
+"""Type and shape of a tensor that is cut out of lent memory."""
+
+
+def bytes_of(pieces: Sequence[Piece]) -> int:
+    """Memory that `cut` needs."""
+    return sum(_padded_bytes(piece) for piece in pieces)
+
+
+def cut(memory: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Contiguous tensors out of contiguous memory of any type, each on a 256-byte boundary of it."""
+    raw = memory.reshape(-1).view(torch.uint8)
+    return list(_cut(raw, pieces))
+
+
+def _cut(raw: torch.Tensor, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    start = 0
+    for dtype, shape in pieces:
+        yield raw[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start += _padded_bytes((dtype, shape))
+
+
+def _padded_bytes(piece: Piece) -> int:
+    dtype, shape = piece
+    return -(-prod(shape) * dtype.itemsize // BOUNDARY_BYTES) * BOUNDARY_BYTES
+
+
+def routing_pieces(tokens: int, top_k: int) -> list[Piece]:
+    """Room for ids and weights that come in another type than the kernels read."""
+    return [(torch.int32, (tokens, top_k)), (torch.float32, (tokens, top_k))]
+
+
+def routing(
+    topk_ids: torch.Tensor, topk_weights: torch.Tensor, pieces: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 ids and float32 weights [M, k], contiguous; copied only where they are not. pieces: `routing_pieces`."""
+    found = []
+    for given, room in zip((topk_ids, topk_weights), pieces, strict=True):
+        fits = given.dtype == room.dtype and given.is_contiguous()
+        found.append(given if fits else room.copy_(given))
+    return found[0], found[1]
+
+
+def plan_pieces(tokens: int, top_k: int, experts: int) -> list[Piece]:
+    """The tensors of a plan over `experts` local experts."""
+    blocks = max_route_blocks(tokens, top_k, experts, BLOCK_M)
+    sizes = (blocks * BLOCK_M, blocks, 1, experts, experts + 1, experts)
+    return [(torch.int32, (size,)) for size in sizes]
+
+
+def make_plan(
+    ids: torch.Tensor,
+    pieces: Sequence[torch.Tensor],
+    num_experts: int,
+    num_local_experts: int,
+    expert_map: torch.Tensor | None,
+) -> RoutePlan:
+    """The plan of int32 ids [M, k], where those outside 0..num_experts-1 and of experts elsewhere count for nothing.
+
+    pieces: cut as `plan_pieces` says. expert_map: int32 [num_experts], local id or -1.
+    """
+    local = None if expert_map is None else num_local_experts
+    return route_plan(
+        ids, num_experts, BLOCK_M, local_experts=expert_map, num_local_experts=local, plan=RoutePlan(*pieces)
+    )
+
+
+def indexed(
+    x: torch.Tensor,
+    w13: PackedW4A16,
+    w2: PackedW4A16,
+    plan: RoutePlan,
+    top_k: int,
+    hidden: torch.Tensor,
+    routed: torch.Tensor,
+    *,
+    expected_rows: int,
+    invariant: bool,
+) -> None:
+    """routed[pair] = w2 @ swiglu(w13 @ x[pair // top_k]) for the plan's pairs; other rows keep what they held.
+
+    x: [M, H]. hidden: [M * top_k, I], scratch. routed: [M * top_k, H]. All bfloat16.
+    """
+    options = {"block_m": BLOCK_M, "expected_rows": expected_rows, "invariant": invariant}
+    moe_w4a16(x, w13, plan, top_k=top_k, swiglu=True, out=hidden, **options)  # type: ignore[arg-type]
+    moe_w4a16(hidden, w2, plan, top_k=1, out=routed, **options)  # type: ignore[arg-type]
+
+
+def contiguous(
+    rows: torch.Tensor,
+    w13: PackedW4A16,
+    w2: PackedW4A16,
+    offsets: torch.Tensor,
+    hidden: torch.Tensor,
+    routed: torch.Tensor,
+    *,
+    expected_rows: int,
+    invariant: bool,
+) -> None:
+    """routed[row] = w2 @ swiglu(w13 @ rows[row]), rows sorted by expert as offsets [E + 1] tell; later ones stay."""
+    options = {"offsets": offsets, "expected_rows": expected_rows, "invariant": invariant}
+    moe_w4a16_contiguous(rows, w13, swiglu=True, out=hidden, **options)  # type: ignore[arg-type]
+    moe_w4a16_contiguous(hidden, w2, out=routed, **options)  # type: ignore[arg-type]
+
+
+def masked(
+    slabs: torch.Tensor,
+    w13: PackedW4A16,
+    w2: PackedW4A16,
+    counts: torch.Tensor,
+    hidden: torch.Tensor,
+    routed: torch.Tensor,
+    *,
+    expected_rows: int,
+    invariant: bool,
+) -> None:
+    """routed[e, i] = w2 @ swiglu(w13 @ slabs[e, i]) for i < counts[e]; slabs [E, T, H], counts int32 [E]."""
+    moe_w4a16_masked(slabs, w13, counts, expected_rows=expected_rows, invariant=invariant, swiglu=True, out=hidden)
+    moe_w4a16_masked(hidden, w2, counts, expected_rows=expected_rows, invariant=invariant, out=routed)
+
+
+def preload(device: torch.device, projections: Sequence[PackedW4A16], operators: Sequence[str]) -> list[str]:
+    """Loads every program that any number of rows can select for these projections, and those around them.
+
+    operators: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked. Returns the programs' names; nothing on a CPU.
+    Afterwards a forward loads nothing, so that it may be captured at once. Raises chord's errors, such as
+    VerificationError, NoProgramError and UnsupportedDeviceError.
+    """
+    if device.type != "cuda":
+        return []
+    index = torch.cuda.current_device() if device.index is None else device.index
+    registry, found = _runtime.registry(), set[str]()
+    for operator in operators:
+        for packed in projections:
+            shape = packed.shape
+            ranges = {"n": shape.n, "k": shape.k, "experts": shape.experts}
+            found.update(registry.preload(operator, ranges, index))
+    if "moe_w4a16" in operators:
+        found.update(registry.preload("route_plan", {"block_m": BLOCK_M}, index))
+    for operator in ("moe_swiglu", "moe_scatter", "moe_combine"):
+        found.update(registry.preload(operator, None, index))
+    return sorted(found)

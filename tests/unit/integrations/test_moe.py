@@ -1,0 +1,163 @@
+"""A layer over lent memory: pieces, plans, and the three ways of giving rows, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chord.integrations import moe
+from chord.w4a16 import PackedW4A16, pack_w4a16
+from chord.w4a16.reference import contract_weights
+from chord.w4a16.rows import combine_rows, scatter_rows, swiglu_rows
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 6, 128, 64, 2, 9
+
+
+@pytest.fixture(scope="module")
+def layer() -> tuple[PackedW4A16, PackedW4A16, torch.Tensor, torch.Tensor]:
+    """(w13, w2, their dequantised weights)."""
+    random = torch.Generator().manual_seed(2)
+    found, dense = [], []
+    for n, k, gated in ((2 * INTERMEDIATE, HIDDEN, True), (HIDDEN, INTERMEDIATE, False)):
+        words = torch.randint(-(1 << 31), 1 << 31, (EXPERTS, n, k // 8), generator=random).to(torch.int32)
+        scale = (torch.rand(EXPERTS, n, k // 32, generator=random) * 0.02).to(torch.bfloat16)
+        found.append(pack_w4a16(words, scale, gated=gated))
+        dense.append(contract_weights(words, scale).float())
+    return found[0], found[1], dense[0], dense[1]
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+
+
+def expert(layer, number: int, rows: torch.Tensor) -> torch.Tensor:
+    gate, up = (rows.float() @ layer[2][number].T).chunk(2, dim=1)
+    hidden = (torch.nn.functional.silu(gate) * up).to(torch.bfloat16)
+    return hidden.float() @ layer[3][number].T
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found.float() - wanted).norm() < 5e-3 * wanted.norm())
+
+
+def test_pieces_start_on_boundaries_and_do_not_overlap() -> None:
+    pieces = [(torch.int32, (3,)), (torch.bfloat16, (5, 7)), (torch.float32, (0,)), (torch.uint8, (1000,))]
+    memory = torch.full((moe.bytes_of(pieces) // 2,), 1.5, dtype=torch.bfloat16)
+    found = moe.cut(memory, pieces)
+    assert [(piece.dtype, tuple(piece.shape)) for piece in found] == pieces
+    assert all((piece.data_ptr() - memory.data_ptr()) % moe.BOUNDARY_BYTES == 0 for piece in found if piece.numel())
+    for value, piece in enumerate(found):
+        piece.fill_(value)
+    assert all((piece == value).all() for value, piece in enumerate(found))
+
+
+def test_ids_and_weights_are_copied_only_when_they_must_be() -> None:
+    rooms = moe.cut(torch.empty(4096, dtype=torch.uint8), moe.routing_pieces(4, 2))
+    ids, weights = torch.arange(8).view(4, 2), torch.rand(4, 2)
+    found = moe.routing(ids, weights, rooms)
+    assert found[0] is rooms[0]
+    assert found[0].tolist() == ids.tolist()
+    assert found[1] is weights
+
+
+@pytest.mark.parametrize("local", [None, torch.tensor([-1, 0, 1, 2, 3, 4, 5, -1], dtype=torch.int32)])
+def test_indexed(layer, x: torch.Tensor, local: torch.Tensor | None) -> None:
+    """With an id that is nobody's, and with experts that live elsewhere."""
+    numbers = EXPERTS if local is None else local.numel()
+    ids = torch.randint(0, numbers, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    ids[3, 1] = -1
+    pieces = moe.plan_pieces(TOKENS, TOP_K, EXPERTS)
+    buffers = moe.cut(torch.full((moe.bytes_of(pieces),), 255, dtype=torch.uint8), pieces)
+    plan = moe.make_plan(ids, buffers, numbers, EXPERTS, local)
+    hidden = torch.full((TOKENS * TOP_K, INTERMEDIATE), float("nan"), dtype=torch.bfloat16)
+    routed = torch.full((TOKENS * TOP_K, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    moe.indexed(x, layer[0], layer[1], plan, TOP_K, hidden, routed, expected_rows=3, invariant=False)
+    for pair, number in enumerate(ids.flatten().tolist()):
+        place = number if local is None or number < 0 else int(local[number])
+        if place < 0:
+            assert routed[pair].isnan().all()
+        else:
+            assert close(routed[pair : pair + 1], expert(layer, place, x[pair // TOP_K : pair // TOP_K + 1]))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_contiguous(layer, kind: torch.dtype) -> None:
+    counts = [2, 0, 5, 1, 0, 3]
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(kind)
+    rows = torch.randn(15, HIDDEN).to(torch.bfloat16)
+    rows[11:] = float("nan")
+    hidden = torch.full((15, INTERMEDIATE), float("nan"), dtype=torch.bfloat16)
+    routed = torch.full((15, HIDDEN), 7.0, dtype=torch.bfloat16)
+    moe.contiguous(rows, layer[0], layer[1], offsets, hidden, routed, expected_rows=2, invariant=False)
+    for number, count in enumerate(counts):
+        mine = slice(int(offsets[number]), int(offsets[number]) + count)
+        if count:
+            assert close(routed[mine], expert(layer, number, rows[mine]))
+    assert (routed[11:] == 7.0).all()
+
+
+def test_masked(layer) -> None:
+    counts = torch.tensor([0, 5, 8, 1, 0, 3], dtype=torch.int32)
+    slabs = torch.randn(EXPERTS, 8, HIDDEN).to(torch.bfloat16)
+    hidden = torch.full((EXPERTS, 8, INTERMEDIATE), float("nan"), dtype=torch.bfloat16)
+    routed = torch.full((EXPERTS, 8, HIDDEN), 7.0, dtype=torch.bfloat16)
+    moe.masked(slabs, layer[0], layer[1], counts, hidden, routed, expected_rows=2, invariant=False)
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            assert close(routed[number, :count], expert(layer, number, slabs[number, :count]))
+        assert (routed[number, count:] == 7.0).all()
+
+
+def test_a_cpu_has_nothing_to_load(layer) -> None:
+    assert moe.preload(torch.device("cpu"), layer[:2], ["moe_w4a16"]) == []
+
+
+def test_rows_that_do_not_exist_are_neither_read_nor_written() -> None:
+    gate_up = torch.randn(6, 32).to(torch.bfloat16)
+    wanted = (torch.nn.functional.silu(gate_up[:, :16].float()) * gate_up[:, 16:].float()).to(torch.bfloat16)
+    out = torch.full((6, 16), 7.0, dtype=torch.bfloat16)
+    swiglu_rows(gate_up, out, limit=torch.tensor([2]))
+    assert torch.equal(out[:2], wanted[:2])
+    assert (out[2:] == 7.0).all()
+    out.fill_(7.0)
+    swiglu_rows(gate_up, out, row_ids=torch.tensor([3, -1, 0, 1, -1, 2], dtype=torch.int32))
+    assert torch.equal(out[:4], wanted[[2, 3, 5, 0]])
+    assert (out[4:] == 7.0).all()
+    out.fill_(7.0)
+    swiglu_rows(gate_up, out, counts=torch.tensor([1, 0, 2], dtype=torch.int32))
+    assert torch.equal(out[[0, 4, 5]], wanted[[0, 4, 5]])
+    assert (out[1:4] == 7.0).all()
+
+
+def test_scatter_and_combine_are_inverse(x: torch.Tensor) -> None:
+    places = torch.randperm(TOKENS * TOP_K, generator=torch.Generator().manual_seed(5)).to(torch.int32).view(TOKENS, -1)
+    limit = torch.tensor(13)
+    rows = torch.full((TOKENS * TOP_K, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    scatter_rows(x, rows, places, limit=limit)
+    assert rows[13:].isnan().all()
+    assert not rows[:13].isnan().any()
+    ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int32)
+    ids[0] = -1  # nobody's
+    ids[1] = 1  # elsewhere
+    weights = torch.rand(TOKENS, TOP_K)
+    out = torch.full_like(x, float("nan"))
+    local = torch.tensor([0, -1], dtype=torch.int32)
+    combine_rows(rows, out, weights, ids, num_experts=2, expert_map=local, row_ids=places, limit=limit)
+    counted = (places < 13) & (ids == 0)
+    wanted = x.float() * (weights * counted).sum(1, keepdim=True)
+    assert (out.float() - wanted).abs().max() < 0.02 * x.float().abs().max()
+    assert not out[:2].any()
+
+
+def test_rows_refuse_what_they_cannot_read() -> None:
+    out = torch.empty(4, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"rows: expected shape \[4, 32\]"):
+        swiglu_rows(out, out)
+    with pytest.raises(ValueError, match="columns, got 12"):
+        swiglu_rows(torch.empty(4, 24, dtype=torch.bfloat16), out[:, :12].contiguous())
+    with pytest.raises(ValueError, match="counts: expected one for each of equal slabs of 4 rows, got 3"):
+        swiglu_rows(torch.empty(4, 32, dtype=torch.bfloat16), out, counts=torch.zeros(3, dtype=torch.int32))
+    ids = torch.zeros(4, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows: expected one for each of 8 pairs, got 4"):
+        combine_rows(torch.empty(4, 16, dtype=torch.bfloat16), out, torch.ones(4, 2), ids, num_experts=1)

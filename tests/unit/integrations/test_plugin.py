@@ -1,0 +1,91 @@
+"""The vLLM plugin without vLLM: inert, lazy, and clear about releases and limits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import import_module, util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chord import _paths
+from chord.integrations import hosts
+from chord.integrations import vllm as plugin
+from chord.integrations.vllm.limits import check_layer
+
+ROOT = _paths.PACKAGE.parent
+WITHOUT_VLLM = pytest.mark.skipif(util.find_spec("vllm") is not None, reason="vllm is installed here")
+
+
+@WITHOUT_VLLM
+def test_registering_without_vllm_does_nothing() -> None:
+    code = (
+        "import sys; from chord.integrations.vllm import register; register(); register(); "
+        "print(sorted({'torch', 'vllm', 'humming', 'chord.registry'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+    assert ran.stderr == ""
+
+
+def test_the_entry_point_is_declared() -> None:
+    """In the project file: what is installed may be another tree's."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (value,) = re.findall(r'^\[project\.entry-points\."vllm\.general_plugins"\]\nchord = "(.+)"$', text, re.MULTILINE)
+    module, _, name = value.partition(":")
+    assert getattr(import_module(module), name) is plugin.register
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.post1", "0.33.0", "0.33.1rc1.dev5+gabc"])
+def test_releases_that_are_served(version: str) -> None:
+    assert hosts.refusal(hosts.VLLM, version) is None
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0", "nightly"])
+def test_other_releases_are_told_what_to_do(version: str) -> None:
+    said = hosts.refusal(hosts.VLLM, version)
+    assert said is not None
+    assert f"serves vllm 0.32 <= version < 0.34, found {version}" in said
+    assert "VLLM_PLUGINS" in said
+
+
+def test_an_absent_host() -> None:
+    assert hosts.installed(hosts.Host("chord-no-such-host", (0, 1), (0, 2), "")) is None
+    assert "not installed" in str(hosts.refusal(hosts.VLLM, None))
+
+
+def layer_config(**changes: object) -> SimpleNamespace:
+    values = {
+        "activation": "silu",
+        "has_bias": False,
+        "in_dtype": torch.bfloat16,
+        "is_lora_enabled": False,
+        "moe_parallel_config": SimpleNamespace(enable_eplb=bool(changes.pop("eplb", False))),
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+        "swiglu_limit": None,
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_a_layer_within_the_limits() -> None:
+    check_layer(layer_config(), "layers.1", silu="silu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"is_lora_enabled": True}, r"LoRA on routed experts \(layers\.1\); leave --enable-lora out"),
+        ({"eplb": True}, "expert load balancing .*leave --enable-eplb out"),
+        ({"has_bias": True}, "biases of experts"),
+        ({"in_dtype": torch.float16}, "torch.float16 .*use --dtype bfloat16"),
+        ({"activation": "gelu"}, "the activation gelu"),
+        ({"swiglu_limit": 7.0, "swiglu_alpha": 1.7}, "clamped SwiGLU, swiglu_limit = 7.0, swiglu_alpha = 1.7"),
+    ],
+)
+def test_limits_are_named(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"--quantization chord does not serve .*{said}"):
+        check_layer(layer_config(**changes), "layers.1", silu="silu")

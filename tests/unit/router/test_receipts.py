@@ -1,0 +1,91 @@
+"""What a qualifying run writes down, with stand-ins for the GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chord import _runtime
+from chord.checks import __main__ as checks
+from chord.checks import receipts
+from chord.checks.qualify import Verdict
+from chord.errors import NoProgramError, SettingsError
+from chord.registry import receipts as files
+from chord.registry.driver import Driver
+from chord.registry.receipts import Receipts
+from signing import key_pair
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is there in name only."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(_runtime, "architecture", lambda device: "sm_90a")
+    monkeypatch.setattr(receipts, "default_driver", lambda: _Driver())
+
+
+class _Driver(Driver):
+    def version(self):
+        return 13000
+
+
+def verdicts(*problems):
+    found = []
+    for name, program in list(_runtime.registry().programs("fused_router", "sm_90a").items())[: len(problems)]:
+        found.append(Verdict(name, "sm_90a", program.builds["sm_90a"].cubin_sha256, 7, problems[len(found)]))
+    return found
+
+
+def test_the_command_leaves_a_receipt(gpu, tmp_path, monkeypatch, capsys):
+    found = verdicts([], ["wrong " * 200] * 9)
+    monkeypatch.setattr(checks, "qualify_all", lambda device, **options: found)
+    monkeypatch.setattr("sys.argv", ["checks", "--receipt", str(tmp_path / "new")])
+    assert checks.main() == 1
+    (path,) = (tmp_path / "new").iterdir()
+    assert f"receipt: {path}" in capsys.readouterr().out
+    assert path.name.startswith(f"nvidia-h200-{_runtime.registry().digest[:12]}-")
+    receipt = files.decode(path.read_bytes(), str(path))
+    assert receipt.driver.cuda == 13000
+    assert receipt.sanitizer is None
+    assert set(receipt.checks) == {"fused_router"}
+    good, bad = (receipt.programs[verdict.program] for verdict in found)
+    assert (good.passed, good.cases, good.problems) == (True, 7, ())
+    assert (bad.passed, len(bad.problems)) == (False, 3)
+    runs = Receipts([tmp_path / "new"], {})
+    assert runs.ran_on(found[0].cubin_sha256) == ("NVIDIA H200",)
+    assert runs.ran_on(found[1].cubin_sha256) == ("NVIDIA H200 (FAILED)",)
+
+
+def test_each_run_is_a_file_of_its_own(gpu, tmp_path):
+    made = receipts.make(verdicts([]), 0, tiny=True)
+    assert len({receipts.write(made, tmp_path, None) for _ in range(3)}) == 3
+
+
+def test_a_receipt_is_signed_if_there_is_a_key(gpu, tmp_path):
+    secret, _ = key_pair(tmp_path, "ours")
+    path = receipts.write(receipts.make(verdicts([], ["bad"]), 0, tiny=False), tmp_path / "out", secret)
+    envelope = json.loads(Path(f"{path}.dsse").read_text())
+    assert len(envelope["signatures"]) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="expected a folder that can be written; name another with --receipt"):
+        receipts.folder(tmp_path / "file" / "deeper")
+    assert receipts.folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert receipts.folder(None) == _runtime.registry().root / files.FOLDER
+
+
+def test_operators_become_patterns():
+    assert receipts.patterns(None, "x*") == "x*"
+    assert receipts.patterns(["fused_router", "route_plan"], "*") == "fused_router.*,route_plan.*"
+    found = receipts.patterns(["route_plan"], "*.small*,fused_router.*").split(",")
+    assert found
+    assert all(name.startswith("route_plan.small") for name in found)
+    assert receipts.patterns(["route_plan"], "fused_router.*") == "none of them"
+    with pytest.raises(NoProgramError):
+        receipts.patterns(["fused"], "*")
