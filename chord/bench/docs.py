@@ -5,8 +5,8 @@
     <!-- end of figures -->
 
 Regions: `router <scenario>` (table and plot of a router scenario), `w4a16 <scenario>` (table, and a plot for each
-projection that was measured at more than one count), `host` (the host suite's table), `arms` (which token counts run
-which router arm, from the manifest).
+projection that was measured at more than one count; a line that says so where no run has the scenario), `host` (the
+host suite's table), `arms` (which token counts run which router arm, from the manifest).
 """
 
 from __future__ import annotations
@@ -33,6 +33,15 @@ def latest(folder: Path, suite: str) -> Results:
     if not found:
         raise ValueError(f"{folder}: expected a results file named <date>-<gpu>-{suite}.json, found none")
     return read(found[-1])
+
+
+def latest_with(folder: Path, suite: str, scenario: str) -> Results | None:
+    """The newest results, whole or of a part of a suite, that have rows of a scenario; None when there are none."""
+    for path in sorted([*folder.glob(f"*-{suite}.json"), *folder.glob(f"*-{suite}-*.json")], reverse=True):
+        results = read(path)
+        if any(row.scenario == scenario for row in results.rows):
+            return results
+    return None
 
 
 def update(document: Path, folder: Path) -> bool:
@@ -72,7 +81,9 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
 
 
 def _w4a16(scenario: str, document: Path, folder: Path) -> str:
-    results = latest(folder, "w4a16")
+    results = latest_with(folder, "w4a16", scenario)
+    if results is None:
+        return "Not measured yet.\n"
     parts = [setting(results), w4a16_table(results, scenario)]
     for proj in ("gate_up", "down"):
         series = w4a16_series(results, scenario, proj)

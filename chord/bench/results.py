@@ -81,10 +81,10 @@ def describe_run(
     )
 
 
-def file_name(results: Results) -> str:
-    """`<date>-<gpu>-<suite>.json`, the GPU without its maker and in lower case."""
+def file_name(results: Results, part: str = "") -> str:
+    """`<date>-<gpu>-<suite>.json`, the GPU without its maker and in lower case; `<suite>-<part>` for some scenarios."""
     gpu = re.sub(r"[^a-z0-9]+", "-", results.gpu.lower().removeprefix("nvidia").strip()).strip("-")
-    return f"{results.date}-{gpu}-{results.suite}.json"
+    return f"{results.date}-{gpu}-{results.suite}{f'-{part}' if part else ''}.json"
 
 
 def write(results: Results, path: Path) -> None:

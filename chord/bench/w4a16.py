@@ -103,12 +103,13 @@ def run(
 ) -> Results:
     """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
-    scenarios: some of SHAPES and of w4a16_grouped.SIZES; default all. long: prefill up to 16384 tokens as well.
-    progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has no time.
+    scenarios: some of SHAPES, of w4a16_grouped.SIZES, and w4a16_swiglu.SWIGLU; default all. long: prefill of SHAPES up
+    to 16384 tokens as well. progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a
+    wrong kernel has no time.
     """
-    from chord.bench import w4a16_grouped  # which builds on this module
+    from chord.bench import w4a16_grouped, w4a16_swiglu  # which build on this module
 
-    chosen = _chosen(scenarios, w4a16_grouped.SIZES)
+    chosen = _chosen(scenarios, (*w4a16_grouped.SIZES, w4a16_swiglu.SWIGLU))
     found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
@@ -120,15 +121,22 @@ def run(
 
     add(measure_read(timer, samples))
     weights: Weights | None = None
-    every: list[Cell | w4a16_grouped.GroupedCell] = [*cells(chosen, long=long), *w4a16_grouped.cells(chosen)]
+    every: list[Cell | w4a16_swiglu.SwigluCell | w4a16_grouped.GroupedCell] = [
+        *cells(chosen, long=long),
+        *w4a16_swiglu.cells(chosen),
+        *w4a16_grouped.cells(chosen),
+    ]
     for cell in every:
         if weights is None or weights.packed.shape != cell.shape:
             weights = None  # before the next ones are made: both need not fit
             weights = make_weights(cell.shape)
+        given = (weights, timer, list(found.values()), samples)
         if isinstance(cell, Cell):
-            add(measure_cell(cell, weights, timer, list(found.values()), samples))
+            add(measure_cell(cell, *given))
+        elif isinstance(cell, w4a16_swiglu.SwigluCell):
+            add(w4a16_swiglu.measure_cell(cell, *given))
         else:
-            add(w4a16_grouped.measure_cell(cell, weights, timer, list(found.values()), samples))
+            add(w4a16_grouped.measure_cell(cell, *given))
     return results
 
 
@@ -177,7 +185,7 @@ def measure_cell(cell: Cell, weights: Weights, timer: EventTimer, peers: Sequenc
     prepared = checked_launch(work, weights)
     calls: dict[str, Callable[[], object]] = {"chord": prepared.launch}
     for peer in peers:
-        calls |= _working(peer, work)
+        calls |= working(peer, work, peer.calls)
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
     ours = times.pop("chord")
     arch = _runtime.architecture(work.x.device.index)
@@ -235,12 +243,14 @@ def sampled_problem(work: Work, weights: Weights, out: torch.Tensor) -> str:
     return "" if error <= allowed else f"RMS error {error:.3e} over {picked.numel()} rows, allowed {allowed:.3e}"
 
 
-def _working(peer: Peer, work: Work) -> dict[str, Callable[[], object]]:
+def working(
+    peer: Peer, work: Work, calls: Callable[[Work], dict[str, Callable[[], object]]]
+) -> dict[str, Callable[[], object]]:
     """The peer's launches that run, each tried once."""
     found: dict[str, Callable[[], object]] = {}
     name = type(peer).__name__
     try:
-        for name, call in peer.calls(work).items():
+        for name, call in calls(work).items():
             call()
             torch.cuda.synchronize()
             found[name] = call

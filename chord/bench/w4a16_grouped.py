@@ -6,8 +6,8 @@ gather that sorts them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from chord import _runtime
 from chord.bench.results import Row
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
-from chord.bench.w4a16 import SHAPES, Cell, Weights, checked_launch, draw_work, least_bytes, sampled_problem
+from chord.bench.w4a16 import SHAPES, Cell, Weights, checked_launch, draw_work, least_bytes, sampled_problem, working
 from chord.bench.w4a16_peers import GroupedPeer, Peer, Work
 from chord.w4a16 import PreparedMoeW4A16, WeightShape, prepare_moe_w4a16_contiguous, prepare_moe_w4a16_masked
 
@@ -65,7 +65,8 @@ def measure_cell(
     own = len(calls)
     for peer in peers:
         if isinstance(peer, GroupedPeer):
-            calls |= _working(peer, work, cell)
+            kind = "masked" if cell.scenario == MASKED else "contiguous"
+            calls |= working(peer, work, partial(peer.grouped_calls, kind=kind))
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
     names = list(times)
     arch = _runtime.architecture(work.x.device.index)
@@ -139,17 +140,3 @@ def _unsorted(cell: GroupedCell, weights: Weights) -> dict[str, Callable[[], obj
         "indexed": checked_launch(drawn, weights),
         "gather": lambda: torch.index_select(drawn.x, 0, source, out=target),
     }
-
-
-def _working(peer: GroupedPeer, work: Work, cell: GroupedCell) -> dict[str, Callable[[], object]]:
-    """The peer's launch, if it runs."""
-    kind = "masked" if cell.scenario == MASKED else "contiguous"
-    try:
-        found = peer.grouped_calls(work, kind)
-        for call in found.values():
-            call()
-        torch.cuda.synchronize()
-        return found
-    except Exception as error:
-        warnings.warn(f"{type(peer).__name__} left out at {cell}: {error}", stacklevel=2)
-    return {}

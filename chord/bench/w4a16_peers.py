@@ -22,6 +22,7 @@ from chord.router import route_plan
 from chord.w4a16.layout import SCALE_GROUP, WeightShape
 
 MARLIN_BLOCK_M = (8, 16, 32, 48, 64)
+_SILU_TIMES = "a / (1.f + __expf(-a)) * b"
 
 
 class Work(NamedTuple):
@@ -52,6 +53,13 @@ class GroupedPeer(Peer, Protocol):
     def grouped_calls(self, work: Work, kind: str) -> dict[str, Callable[[], object]]: ...
 
 
+@runtime_checkable
+class SwigluPeer(Peer, Protocol):
+    """A library that has an activation kernel, too."""
+
+    def swiglu_calls(self, work: Work) -> dict[str, Callable[[], object]]: ...
+
+
 class Humming:
     """humming-kernels: its indexed kernel, and its grouped ones, which are given rows that are in order already."""
 
@@ -60,6 +68,7 @@ class Humming:
         self.version = metadata.version("humming-kernels")
         self._layer_type = importlib.import_module("humming.layer").HummingLayer
         self._configure = importlib.import_module("humming.tune").get_heuristics_config
+        self._activate = importlib.import_module("humming.layer").HummingLayerMethod.may_process_input
         self._kept: tuple[WeightShape, Any] | None = None
 
     def calls(self, work: Work) -> dict[str, Callable[[], object]]:
@@ -97,6 +106,21 @@ class Humming:
             "tuning_config": config,
         }
         return {f"humming_{kind}": _bind(layer, rows, options)}
+
+    def swiglu_calls(self, work: Work) -> dict[str, Callable[[], object]]:
+        """humming_two_kernels: the indexed GEMM, then the activation."""
+        layer = self._layer(work.shape)
+        config = self._configure(layer.humming_config, shape_m=work.pairs, gemm_type="indexed")
+        inputs, options = self._indexed(work, config)
+        out = torch.empty(work.pairs, work.shape.n, dtype=torch.bfloat16, device=work.x.device)
+        active = torch.empty(work.pairs, work.shape.n // 2, dtype=torch.bfloat16, device=work.x.device)
+        options |= {"outputs": out, "valid_shape_m": work.pairs, "compute_config": {"gemm_type": "indexed"}}
+
+        def call() -> None:
+            layer(inputs, **options, tuning_config=config)
+            self._activate(layer, out, outputs=active, activation_type="binary_split", activation_impl=_SILU_TIMES)
+
+        return {"humming_two_kernels": call}
 
     def _indexed(self, work: Work, config: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         slots, experts, extent = exact_plan(work, config["block_shape"][0])

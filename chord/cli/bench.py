@@ -67,11 +67,14 @@ def bench_w4a16(
         list[str] | None,
         typer.Option(
             "--scenario",
-            help="ep8_decode, ep8_prefill, tp8, grouped_contiguous, grouped_masked or sorted_ep8; repeatable.",
+            help="ep8_decode, ep8_prefill, tp8, swiglu_ep8, grouped_contiguous, grouped_masked or sorted_ep8.",
         ),
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
+    part: Annotated[
+        str, typer.Option("--part", help="Ends the results file's name: for a run of some scenarios.")
+    ] = "",
     commit: Commit = None,
 ) -> None:
     """Time the W4A16 GEMM on Kimi K2's shapes, cold L2, interleaved with its peers."""
@@ -79,7 +82,7 @@ def bench_w4a16(
     from chord.bench.w4a16 import run
 
     found = run(peers, scenarios=scenario, long=long, samples=samples, commit=commit, progress=_print_row)
-    _write(found, out)
+    _write(found, out, part)
 
 
 def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
@@ -182,10 +185,10 @@ def _hand_over(tuning: Tuning, folder: Path) -> None:
         raise typer.Exit(1)
 
 
-def _write(results: Results, folder: Path) -> None:
+def _write(results: Results, folder: Path, part: str = "") -> None:
     from chord.bench.results import file_name, write
 
-    path = folder / file_name(results)
+    path = folder / file_name(results, part)
     write(results, path)
     console().print(f"{len(results.rows)} rows in {path}", highlight=False)
 

@@ -33,8 +33,8 @@ def results_path(results: Results, folder: Path) -> Path:
 
 
 def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path:
-    """Writes the results file into `folder` and the routes, if there are any, into the table. Returns the results
-    file's path.
+    """Writes the results file into `folder` and the routes, if there are any, into the table and into those that
+    borrow its arms: the same kernels on rows that come in another way. Returns the results file's path.
 
     The table is registry/<operator>.toml unless named; `chord build` then checks it and renews the manifest.
     """
@@ -42,5 +42,19 @@ def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path
     write(tuning.results, path)
     note = f"measured on {tuning.results.gpu}, {tuning.results.date}, bench/results/{path.name}"
     if tuning.boxes:
-        write_routes(table or _paths.registry_dir() / f"{tuning.operator}.toml", tuning.arch, tuning.boxes, note)
+        own = table or _paths.registry_dir() / f"{tuning.operator}.toml"
+        for each in (own, *borrowers(tuning.operator, own.parent)):
+            write_routes(each, tuning.arch, tuning.boxes, note)
     return path
+
+
+def borrowers(operator: str, folder: Path) -> list[Path]:
+    """Tables of a folder whose arms are an operator's."""
+    import tomlkit
+
+    found = []
+    for path in sorted(folder.glob("*.toml")):
+        borrowed = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap().get("borrow", [])
+        if any(row.get("operator") == operator for row in borrowed):
+            found.append(path)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,13 +24,14 @@ from chord.bench.w4a16 import (
 )
 from chord.bench.w4a16_peers import Work
 from chord.checks.compare import same_bits
+from chord.registry.schema import Program
 from chord.router import route_plan
 from chord.tune.routes import Interval, choose
 from chord.tune.sweep import Budget, GpuLostError, attempt
 from chord.tune.table import Box
 from chord.tune.tuning import Tuning
 from chord.w4a16 import PreparedMoeW4A16, prepare_moe_w4a16
-from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR
+from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR, serves
 
 EXPERT_ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384)
 SCENARIOS = ("ep8_decode", "tp8")
@@ -38,6 +39,8 @@ SCENARIOS = ("ep8_decode", "tp8")
 
 Times = Mapping[int, Mapping[str, Sequence[float]]]
 """Microseconds by rows of an expert and arm, one for each shape."""
+Side = tuple[int, int]
+"""First and last value of an axis."""
 
 
 def tune(
@@ -58,20 +61,20 @@ def tune(
     """
     results = describe_run("w4a16", METHOD, "read", steady_ms, {}, commit)
     tuning = Tuning(OPERATOR, _runtime.architecture(torch.cuda.current_device()), results)
-    times: dict[int, dict[str, list[float]]] = {rows: {} for rows in expert_rows}
+    times: dict[Side, dict[int, dict[str, list[float]]]] = {}
+    sides = k_sides(program.limit("k") for program in _programs(tuning.arch).values())
     wrong: set[str] = set()
     try:
-        for found in _sweep(expert_rows, EventTimer(steady_ms), samples, Budget(limit_s), tuning, wrong):
+        for k, found in _sweep(expert_rows, EventTimer(steady_ms), samples, Budget(limit_s), tuning, wrong):
+            side = next(side for side in sides if side[0] <= k <= side[1])
             for arm, row in found.items():
-                times[row.rows_per_expert or 0].setdefault(arm, []).append(row.us)
+                sizes = times.setdefault(side, {rows: {} for rows in expert_rows})
+                sizes[row.rows_per_expert or 0].setdefault(arm, []).append(row.us)
                 results.rows.append(row)
                 progress(row)
             save(results)
         if not tuning.stopped:
-            for arms in times.values():
-                for arm in wrong.intersection(arms):
-                    del arms[arm]
-            tuning.boxes.append(Box({}, {}, intervals(times, hysteresis)))
+            tuning.boxes += _boxes(times, wrong, hysteresis)
     except KeyboardInterrupt:
         tuning.stopped = "interrupted"
     except GpuLostError as error:
@@ -81,10 +84,30 @@ def tune(
     return tuning
 
 
+def k_sides(limits: Iterable[int | None]) -> list[Side]:
+    """The axis k in pieces whose values the same programs serve, ascending: routes are chosen for each apart."""
+    (axis,) = (axis for axis in _runtime.operator(OPERATOR).axes if axis.keys == ("k",))
+    ends = sorted({limit for limit in limits if limit is not None and limit < axis.last})
+    return list(zip((axis.first, *(end + axis.step for end in ends)), (*ends, axis.last), strict=True))
+
+
+def _boxes(
+    times: Mapping[Side, Mapping[int, dict[str, list[float]]]], wrong: set[str], hysteresis: float
+) -> Iterator[Box]:
+    """Routes for each piece of the axis k that a measured shape lies in."""
+    for side, sizes in times.items():
+        right = {rows: {arm: us for arm, us in arms.items() if arm not in wrong} for rows, arms in sizes.items()}
+        yield Box({"k": side}, {}, intervals(right, hysteresis))
+
+
+def _programs(arch: str) -> Mapping[str, Program]:
+    return _runtime.registry().programs(OPERATOR, arch)
+
+
 def _sweep(
     expert_rows: Sequence[int], timer: EventTimer, samples: int, budget: Budget, tuning: Tuning, wrong: set[str]
-) -> Iterator[dict[str, Row]]:
-    """Rows by arm for each size of each shape. An arm once wrong joins `wrong` and is not run again."""
+) -> Iterator[tuple[int, dict[str, Row]]]:
+    """(k, rows by arm) for each size of each shape. An arm once wrong joins `wrong` and is not run again."""
     for scenario in SCENARIOS:
         for proj, shape in SHAPES[scenario].items():
             weights = make_weights(shape)
@@ -94,7 +117,7 @@ def _sweep(
                     return
                 cell = Cell(scenario, proj, tokens_for(rows, shape.experts))
                 try:
-                    yield _measure(cell, rows, weights, timer, samples, wrong, tuning.problems)
+                    yield shape.k, _measure(cell, rows, weights, timer, samples, wrong, tuning.problems)
                 except TimelineError as error:
                     tuning.problems.append(f"{cell} is left out: {error}")
             del weights  # before the next ones are made: both need not fit
@@ -127,11 +150,11 @@ def _measure(
     """A row by arm, the arms in turn on one routing. Arms that turn out wrong join those that are not run."""
     work = draw_work(cell)
     arch = _runtime.architecture(work.x.device.index)
-    programs = _runtime.registry().programs(OPERATOR, arch)
+    programs = _programs(arch)
     calls: dict[str, Callable[[], object]] = {}
     right: dict[str, torch.Tensor] = {}
     for name, program in programs.items():
-        if program.arm in wrong:
+        if program.arm in wrong or not serves(program, cell.shape):
             continue
         loop = str(program.constants["loop"])
         ready = partial(_ready, work, weights, name, right.get(loop))

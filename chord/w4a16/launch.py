@@ -12,6 +12,7 @@ from chord import _runtime
 from chord._runtime import Prepared
 from chord.errors import ManifestError, NoProgramError
 from chord.registry import Kernel, PreparedLaunch
+from chord.registry.schema import Program
 from chord.w4a16.layout import LAYOUT_VERSION, WeightShape
 
 OPERATOR = "moe_w4a16"
@@ -212,7 +213,7 @@ def _chosen(
     operator: str, device: int, shape: WeightShape, expert_rows: int, invariant: bool, program: str | None
 ) -> Kernel:
     if program is not None:
-        return _named_kernel(operator, device, program)
+        return _named_kernel(operator, device, program, shape)
     rows = min(expert_rows, MAX_EXPERT_ROWS)
     return _gemm_kernel(operator, device, shape.n, shape.k, shape.experts, rows, invariant)
 
@@ -226,10 +227,19 @@ def _gemm_kernel(operator: str, device: int, n: int, k: int, experts: int, exper
     return _load(operator, device, routed_program(WeightShape(experts, n, k), expert_rows, arch, operator))
 
 
+def serves(program: Program, shape: WeightShape) -> bool:
+    """Whether a program's own limit admits a weight shape."""
+    limit = program.limit("k")
+    return limit is None or shape.k <= limit
+
+
 @lru_cache(maxsize=256)
-def _named_kernel(operator: str, device: int, program: str) -> Kernel:
-    if program not in _runtime.operator(operator).programs:
+def _named_kernel(operator: str, device: int, program: str, shape: WeightShape) -> Kernel:
+    found = _runtime.operator(operator).programs.get(program)
+    if found is None:
         raise NoProgramError(f"{program}: no such program of {operator}; see `chord ls`")
+    if not serves(found, shape):
+        raise NoProgramError(f"{program}: serves k of at most {found.limit('k')}, got {shape.k}")
     return _load(operator, device, program)
 
 

@@ -56,7 +56,13 @@ def run_table(data: bytes) -> object:
     """An operator's table, up to its programs and routes."""
     _file().write_bytes(data)
     table, cells = tables.load(_file(), "table.toml")
-    return plan_operator(table, cells, _renderer(), _pin())
+    return plan_operator(tables.lend(table, cells, _lenders()), cells, _renderer(), _pin())
+
+
+@cache
+def _lenders() -> dict[str, tables.Table]:
+    """The tables that others borrow from."""
+    return {"moe_w4a16": tables.load(ROOT / "registry" / "moe_w4a16.toml")[0]}
 
 
 def run_registry_table(data: bytes) -> object:

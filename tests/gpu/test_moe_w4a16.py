@@ -9,6 +9,7 @@ import chord
 from chord._runtime import architecture, registry
 from chord.checks import w4a16 as checks
 from chord.w4a16 import layout, reference
+from chord.w4a16.launch import serves
 from chord.w4a16.layout import WeightShape
 
 pytestmark = pytest.mark.gpu
@@ -21,15 +22,20 @@ SHAPES = {
     "ep8_down": WeightShape(48, 7168, 2048),
     "tp8_gate_up": WeightShape(384, 512, 7168, gated=True),
     "tp8_down": WeightShape(384, 7168, 256),
+    "longest_small_k": WeightShape(16, 1088, 512),
+    "gated_small_k": WeightShape(24, 448, 384, gated=True),
     "many_experts": WeightShape(1024, 64, 128),
 }
 TOKENS = {"one_block": 5, "many_experts": 700}
 
 
-def programs(device):
+def programs(device, shape=SHAPES["one_block"]):
+    """Those that serve a shape, by name."""
     arch = architecture(device.index)
-    operator = registry().manifest.operators["moe_w4a16"]
-    return {name: program for name, program in operator.programs.items() if arch in program.architectures}
+    found = registry().manifest.operators["moe_w4a16"].programs
+    return {
+        name: program for name, program in found.items() if arch in program.architectures and serves(program, shape)
+    }
 
 
 @pytest.mark.parametrize("routing", checks.ROUTINGS)
@@ -43,7 +49,7 @@ def test_every_program_is_right_and_writes_nothing_else(shape, routing, device, 
                 SHAPES[shape], TOKENS.get(shape, 50), 8, block_m, routing, device, weighted=block_m != 16, swiglu=swiglu
             )
             expected = checks.Expected.of(case)
-            for program in programs(device):
+            for program in programs(device, SHAPES[shape]):
                 problems += checks.gemm_problems(case, expected, program)
     expect_none(problems)
 
@@ -52,7 +58,7 @@ def test_every_program_is_right_and_writes_nothing_else(shape, routing, device, 
 def test_programs_of_one_loop_give_equal_bits_and_rows_ignore_their_company(shape, device):
     case = checks.gemm_case(SHAPES[shape], 90, 2, 8, "hot", device)
     results = {}
-    for name, program in programs(device).items():
+    for name, program in programs(device, SHAPES[shape]).items():
         memory, out = checks.poisoned_output(case)
         checks.run_program(case, name, out)
         loop = program.constants["loop"]

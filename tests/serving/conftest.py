@@ -6,8 +6,6 @@ import os
 
 import pytest
 
-pytest_plugins: list[str] = []
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

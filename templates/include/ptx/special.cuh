@@ -10,6 +10,13 @@ __device__ __forceinline__ u32 lane_id() {
     return value;
 }
 
+// threadIdx.x, read where it is written: what follows from it is not kept in registers over a loop.
+__device__ __forceinline__ u32 thread_id() {
+    u32 value;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(value));
+    return value;
+}
+
 // Bits of the lanes below this one.
 __device__ __forceinline__ u32 lanes_below() {
     u32 value;

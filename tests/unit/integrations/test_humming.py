@@ -1,4 +1,4 @@
-"""The stand-in for humming by itself: its path, its surface, its refusals. vLLM's use of it is tried in tests/serving."""
+"""The stand-in for humming by itself: its path, its surface, its refusals. tests/serving tries vLLM's use of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_activated_it_is_what_is_imported() -> None:
     code = (
         "from chord.integrations import humming; print(humming.activate(), humming.activate()); "
         "import humming as h, humming.schema.modelopt, humming.schema.fp8, humming.utils.weight, humming.ops; "
-        "import humming.forward, humming.tune.process_input, humming.transform, humming.config.config, humming.utils.smem; "
+        "import humming.forward, humming.tune.process_input, humming.transform; "
+        "import humming.config.config, humming.utils.smem; "
         "from humming.device import DeviceInfo; "
         "print(humming.is_ours(h)) if hasattr(humming, 'is_ours') else print('no')"
     )

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers
+from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers, w4a16_swiglu
 from chord.bench.results import Results, Row
 from chord.w4a16.layout import WeightShape
 
@@ -49,6 +49,13 @@ def test_grouped_cells_are_those_of_the_goals():
     assert len(every) == len(set(every)) == 2 * (3 + 4 + 5)
     assert sum(a.shape != b.shape for a, b in pairwise(every)) == 1
     assert {cell.size for cell in w4a16_grouped.cells(["grouped_masked", "ep8_decode"])} == {8, 16, 32, 64}
+
+
+def test_swiglu_cells_share_the_weights_of_gate_up():
+    assert w4a16_swiglu.cells(["tp8"]) == []
+    assert {cell.shape for cell in w4a16_swiglu.cells([w4a16_swiglu.SWIGLU])} == {
+        w4a16.SHAPES["ep8_prefill"]["gate_up"]
+    }
 
 
 def test_grouped_rows_get_a_table_of_their_own():
@@ -108,6 +115,23 @@ def test_documents_get_tables_and_a_plot_where_there_are_two_counts(tmp_path):
     }  # fmt: skip
 
 
+def test_a_region_takes_the_newest_run_that_has_its_scenario(tmp_path):
+    folder, page = tmp_path / "results", tmp_path / "w4a16.md"
+    page.write_text("<!-- figures: w4a16 grouped_masked -->\n<!-- end of figures -->\n")
+    results.write(some_results(ROWS), folder / results.file_name(some_results(ROWS)))
+    assert docs.update(page, folder)
+    assert "Not measured yet." in page.read_text()
+    rows = [Row(scenario="grouped_masked", proj="down", rows_per_expert=8, program="p", us=99.0)]
+    part = folder / results.file_name(some_results(rows), "grouped")
+    assert part.name == "2026-12-01-h200-w4a16-grouped.json"
+    results.write(some_results(rows), part)
+    assert docs.update(page, folder)
+    assert "| down | 8 | `p` | 99.0 |" in page.read_text()
+    found = docs.latest_with(folder, "w4a16", "ep8_decode")
+    assert found is not None
+    assert len(found.rows) == len(ROWS)
+
+
 def test_peers_get_the_block_size_and_the_plan_that_they_would_have():
     assert [w4a16_peers.marlin_block_m(8 * tokens, 48) for tokens in (20, 50, 128, 16384)] == [8, 16, 32, 64]
     shape = WeightShape(4, 64, 64)
@@ -143,7 +167,7 @@ def test_a_peer_that_fails_is_left_out_and_said_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     work = w4a16_peers.Work(WeightShape(1, 64, 64), torch.empty(1, 64), torch.zeros(1, 1, dtype=torch.int32), 1)
     with pytest.warns(UserWarning, match="fails left out at 1 rows of .*division"):
-        assert set(w4a16._working(Peer(), work)) == {"works"}
+        assert set(w4a16.working(Peer(), work, Peer().calls)) == {"works"}
 
 
 def test_peers_that_the_folder_lacks_are_left_out(tmp_path, monkeypatch):

@@ -1,11 +1,14 @@
 """The parts of the W4A16 tuner that need no GPU: sizes, routes from times, and the table that they are written into."""
 
+import shutil
+
 import pytest
 import tomlkit
 
 from chord import _paths
+from chord.bench.results import Results
 from chord.build import tables
-from chord.tune import w4a16
+from chord.tune import tuning, w4a16
 from chord.tune.table import Box, replace_routes
 
 
@@ -28,6 +31,37 @@ def test_routes_follow_the_mean_over_shapes_and_cover_every_count():
     assert routes[0].last + 1 == routes[1].first
     with pytest.raises(ValueError, match="expected, at the largest count"):
         w4a16.intervals({4: {}}, 0.02)
+
+
+def test_tables_that_borrow_the_arms_get_the_routes_too(tmp_path):
+    source, folder = _paths.registry_dir(), tmp_path / "registry"
+    shutil.copytree(source, folder)
+    assert {path.stem for path in tuning.borrowers("moe_w4a16", folder)} == {"moe_w4a16_contiguous", "moe_w4a16_masked"}
+    results = Results(
+        suite="w4a16", date="2026-12-01", gpu="NVIDIA H200", driver="1", torch="2", commit="c", peers={}, method="how",
+        flush="read", steady_ms=1, rows=[],
+    )  # fmt: skip
+    routes = w4a16.intervals({8: {"mma_r32": [1.0]}, 64: {"wgmma_r64": [1.0]}}, 0.02)
+    found = tuning.Tuning("moe_w4a16", "sm_90a", results, [Box({}, {}, routes)])
+    tuning.write_tuned(found, tmp_path, folder / "moe_w4a16.toml")
+    for name in ("moe_w4a16", "moe_w4a16_contiguous", "moe_w4a16_masked"):
+        rows = {
+            tuple(row["archs"]): row for row in tomlkit.parse((folder / f"{name}.toml").read_text()).unwrap()["routes"]
+        }
+        assert rows["sm_90a",]["table"] == [[0, 22, "mma_r32"], [23, 1 << 30, "wgmma_r64"]], name
+        assert "-tune.json" in rows["sm_90a",]["note"]
+
+
+def test_shapes_that_different_programs_serve_have_routes_of_their_own():
+    assert w4a16.k_sides([None, None]) == [(64, 1 << 20)]
+    sides = w4a16.k_sides([None, 512, 1024, 512])
+    assert sides == [(64, 512), (576, 1024), (1088, 1 << 20)]
+    times = {sides[0]: {8: {"short": [2.0], "wrong": [1.0]}}, sides[2]: {8: {"short": [3.0], "tall": [2.0]}}}
+    boxes = list(w4a16._boxes(times, {"wrong"}, 0.02))
+    assert [(box.ranges, box.intervals[0].arm) for box in boxes] == [
+        ({"k": sides[0]}, "short"),
+        ({"k": sides[2]}, "tall"),
+    ]
 
 
 def test_the_table_takes_them_and_keeps_the_rest(tmp_path):

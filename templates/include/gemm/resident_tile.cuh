@@ -1,0 +1,85 @@
+// Sizes of a resident program: a row tile stays in shared memory for all of K, strips of weights stream past it. How shared
+// memory is shared out depends on K, which a launch brings. Counts are elements unless the name says bytes.
+#pragma once
+#include "common/types.cuh"
+#include "gemm/tile.cuh"
+
+namespace gemm {
+
+// kGroups: math warpgroups, each with a strip of its own. kMaxRows: most token rows of a tile. kMaxK: largest K.
+// kBuffers: row tiles held at once. kStoreWarps: warps that store what one math warpgroup has multiplied.
+// kStreamWarps, kGatherWarps: the producer's warps, which stream weights, strip by strip in turn, and gather rows.
+template <u32 kGroups, u32 kMaxRows, u32 kMaxK, u32 kBuffers, u32 kStoreWarps, u32 kStreamWarps, u32 kGatherWarps>
+struct ResidentTile {
+    static constexpr u32 groups = kGroups, max_rows = kMaxRows, buffers = kBuffers, slots = kBuffers + 1;
+    static constexpr u32 max_blocks = kMaxK / kBlock;
+
+    // Behind the math warps: warps that stream weights, that gather token rows, that store.
+    static constexpr u32 math_warps = 4 * kGroups, math_threads = 32 * math_warps;
+    static constexpr u32 stream_warps = kStreamWarps, gather_warps = kGatherWarps;
+    static constexpr u32 producer_warps = kStreamWarps + kGatherWarps, producer_threads = 32 * producer_warps;
+    static constexpr u32 store_warps = kStoreWarps, all_store_warps = kGroups * kStoreWarps;
+    static constexpr u32 helper_warps = round_up(producer_warps + all_store_warps, 4u);
+    static constexpr u32 threads = math_threads + 32 * helper_warps;
+
+    // Registers a thread: what the launch reserves, and how the warpgroups share it out (in steps of 8).
+    static constexpr u32 entry_registers = 65536 / threads / 8 * 8;
+    static constexpr u32 helper_registers = helper_warps > 8 || kGroups == 4 ? 48 : 56;
+    static constexpr u32 math_registers =
+        (threads * entry_registers - 32 * helper_warps * helper_registers) / math_threads / 8 * 8;
+
+    // A slot: what the warps must know of an item. Header of 16 bytes, output rows, their factors.
+    static constexpr u32 slot_ids = 16, slot_factors = slot_ids + 4 * kMaxRows;
+    static constexpr u32 slot_bytes = slot_factors + 4 * kMaxRows;
+
+    // A warpgroup's finished strip, transposed: a row of 64 outputs a token, 16 bytes of padding against bank conflicts.
+    static constexpr u32 staging_pitch = kBlock * 2 + 16, staging_bytes = kMaxRows * staging_pitch;
+
+    // Lists of runs: a plan with more of them is worked off in windows.
+    static constexpr u32 runs = 1024;
+
+    static constexpr u32 max_stages = 16;
+    static constexpr u32 full = 0, empty = full + 8 * max_stages;
+    static constexpr u32 item_full = empty + 8 * max_stages, item_empty = item_full + 8 * slots;
+    static constexpr u32 tokens_empty = item_empty + 8 * slots;
+    static constexpr u32 staged_full = tokens_empty + 8 * kBuffers, staged_empty = staged_full + 8 * kGroups;
+    static constexpr u32 slot_base = round_up(staged_empty + 8 * kGroups, 16u);
+    static constexpr u32 run_slot = slot_base + slots * slot_bytes, run_rows = run_slot + 4 * runs;
+    static constexpr u32 run_expert = run_rows + 4 * runs, run_tile = run_expert + 4 * runs;
+    static constexpr u32 run_later = run_tile + 4 * runs, run_counts = run_later + 4 * runs;
+    static constexpr u32 staging = round_up(run_counts + 4 * 16, 128u);
+    static constexpr u32 tokens = round_up(staging + kGroups * staging_bytes, 1024u);
+    static constexpr u32 smem_bytes = 232448;  // all that a CTA may have: the ring takes what is left
+
+    // The ring holds at least this much, so that weights keep streaming, and a strip for each warpgroup and one more.
+    static constexpr u32 min_ring_bytes = 54 * 1024;
+
+    static_assert(kMaxRows % 16 == 0 && kMaxRows >= 64 && kMaxRows <= 192, "a tile holds up to 64, 80, ... 192 rows");
+    static_assert(kMaxK % kBlock == 0, "k comes in blocks");
+    static_assert(tokens + min_ring_bytes < smem_bytes, "no room for tokens");
+};
+
+// The widths that exist as code: every multiple of 8 up to 64 rows, then every multiple of 16.
+__device__ __forceinline__ u32 resident_width(u32 rows) { return round_up(rows, rows <= 64 ? 8u : 16u); }
+constexpr u32 next_resident_width(u32 width) { return width + (width < 64 ? 8 : 16); }
+
+// How a launch's K shares out shared memory: row tiles first, the ring of strips behind them.
+template <class T>
+struct ResidentLayout {
+    u32 blocks;      // of 64 k
+    u32 tile_rows;   // most rows of a tile
+    u32 tile_bytes;  // of one row tile
+    u32 ring, stage_bytes, stages;
+
+    __device__ __forceinline__ explicit ResidentLayout(u32 k_blocks) : blocks(k_blocks) {
+        const u32 room = T::smem_bytes - T::tokens, row_bytes = blocks * kTokenRowBytes;
+        stage_bytes = blocks * kBlockBytes;
+        const u32 rows = (room - larger(T::min_ring_bytes, (T::groups + 1) * stage_bytes)) / (T::buffers * row_bytes);
+        tile_rows = smaller(rows > 64 ? rows / 16 * 16 : rows / 8 * 8, T::max_rows);
+        tile_bytes = tile_rows * row_bytes;
+        ring = T::tokens + T::buffers * tile_bytes;
+        stages = smaller((T::smem_bytes - ring) / stage_bytes, T::max_stages);
+    }
+};
+
+}  // namespace gemm
