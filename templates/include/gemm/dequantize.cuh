@@ -13,12 +13,15 @@
 namespace gemm {
 
 constexpr f32 kUnit = 137438953472.f;  // 2^37: what a sum of dequantised products has to be multiplied by
+constexpr u32 kUnitPair = 0x52005200u;  // the same as bfloat16, twice: for sums that have been rounded
 static_assert(kUnit == f32{1 << 30} * f32{1 << 7}, "two to the 37th");
 
 // One warp's share of a 64 x 64 block: 16 outputs, four k16 steps, two scale groups.
 struct Words {
     u32 code[4], scale[2];
 
+    Words() = default;
+    __device__ __forceinline__ Words(u32 block, u32 warp, u32 lane) { load(block, warp, lane); }
     __device__ __forceinline__ void load(u32 block, u32 warp, u32 lane) {
         const uint4 v = ptx::load_shared_v4(block + warp * 512 + lane * 16);
         code[0] = v.x, code[1] = v.y, code[2] = v.z, code[3] = v.w;
@@ -39,6 +42,7 @@ struct Factors {
     }
 };
 
+// A k16 step.
 __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, const Factors& by) {
     constexpr u32 kLower = 0x000f000fu, kUpper = 0x00f000f0u;
     const u32 next = word >> 8;
@@ -48,6 +52,16 @@ __device__ __forceinline__ void dequantize(u32 (&a)[4], u32 word, const Factors&
     a[1] = ptx::fma_bf16x2(word & kUpper, lower_times, lower_plus);
     a[2] = ptx::fma_bf16x2(next & kLower, upper_times, upper_plus);
     a[3] = ptx::fma_bf16x2(next & kUpper, lower_times, lower_plus);
+}
+
+// All four steps of a k64 block.
+__device__ __forceinline__ void dequantize(u32 (&a)[4][4], const Words& words) {
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        const Factors by(words.scale[half]);
+        dequantize(a[2 * half], words.code[2 * half], by);
+        dequantize(a[2 * half + 1], words.code[2 * half + 1], by);
+    }
 }
 
 }  // namespace gemm

@@ -29,20 +29,15 @@ __device__ __forceinline__ void init_barriers(u32 shared) {
 
 // Picks the code of the item's width: the widths are instructions, so each has its own loop and accumulators.
 template <class T, template <class> class Loop, u32 kWidth = 8>
-__device__ __forceinline__ void multiply_item(const Problem& problem, MathWarp<T>& warp, u32 width, u32 slot, u32 output,
-                                              u32 strips) {
+__device__ __forceinline__ void multiply_item(const Problem& problem, MathWarp<T>& warp, u32 width, u32 slot, u32 output) {
     if (width == kWidth) {
-        f32 acc[T::group_strips][kWidth / 2] = {};
+        f32 acc[kWidth / 2] = {};
         Loop<T>::template run<kWidth>(warp, acc);
 #pragma unroll
-        for (u32 strip = 0; strip < T::group_strips; ++strip) {
-            if (strip >= strips) break;
-#pragma unroll
-            for (u32 i = 0; i < kWidth / 2; ++i) acc[strip][i] *= kUnit;
-            store_strip<T, kWidth>(problem, acc[strip], warp.shared, slot, warp.group, output + strip * kBlock);
-        }
+        for (u32 i = 0; i < kWidth / 2; ++i) acc[i] *= kUnit;
+        store_strip<T, kWidth>(problem, acc, warp.shared, slot, warp.group, output);
     } else if constexpr (kWidth < T::max_rows) {
-        multiply_item<T, Loop, T::next_width(kWidth)>(problem, warp, width, slot, output, strips);
+        multiply_item<T, Loop, T::next_width(kWidth)>(problem, warp, width, slot, output);
     }
 }
 
@@ -56,9 +51,8 @@ __device__ __forceinline__ void multiply_items(const Problem& problem, u32 share
         ptx::mbarrier_wait(shared + T::item_full + 8 * at.index, at.parity);
         const uint4 header = ptx::load_shared_v4(slot);  // width, strips, first output
         if (header.x == 0) break;
-        if (warp.first_strip() < header.y) {
-            multiply_item<T, Loop>(problem, warp, header.x, slot, header.z + warp.first_strip() * kBlock,
-                                   header.y - warp.first_strip());
+        if (warp.group < header.y) {
+            multiply_item<T, Loop>(problem, warp, header.x, slot, header.z + warp.group * kBlock);
         } else {
             warp.skip_item();
         }

@@ -8,7 +8,7 @@
 
 namespace gemm {
 
-// State of a math warp. `group` is its warpgroup, `warp` its 16 outputs of each of the warpgroup's strips.
+// State of a math warp. `group` is its warpgroup, that is its strip of the item, `warp` its 16 outputs of that strip.
 template <class T>
 struct MathWarp {
     u32 shared, group, warp, lane;
@@ -16,10 +16,9 @@ struct MathWarp {
     RingPosition at;
 
     __device__ __forceinline__ u32 tokens() const { return shared + at.index * T::stage_bytes; }
-    __device__ __forceinline__ u32 weights(u32 block, u32 strip = 0) const {
-        return tokens() + T::token_bytes + (block * kStrips + first_strip() + strip) * kBlockBytes;
+    __device__ __forceinline__ u32 weights(u32 block) const {
+        return tokens() + T::token_bytes + (block * kStrips + group) * kBlockBytes;
     }
-    __device__ __forceinline__ u32 first_strip() const { return group * T::group_strips; }
     __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(shared + T::full + 8 * at.index, at.parity); }
     // The same for a stage whose token rows tensor cores read without the help of a thread's loads.
     __device__ __forceinline__ void wait_for_operand() const {

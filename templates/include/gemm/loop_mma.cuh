@@ -14,13 +14,12 @@ struct MmaLoop {
 
     // acc += weights * tokens over all of K, k16 after k16. acc[4 i ..] is the fragment of token rows 8 i .. 8 i + 7.
     template <u32 kWidth>
-    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[1][kWidth / 2]) {
-        static_assert(T::group_strips == 1, "a warpgroup has one strip");
+    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[kWidth / 2]) {
         u32 left = warp.item_stages;
         do {
             warp.wait();
 #pragma unroll
-            for (u32 block = 0; block < T::stage_blocks; ++block) multiply<kWidth>(warp, acc[0], block);
+            for (u32 block = 0; block < T::stage_blocks; ++block) multiply<kWidth>(warp, acc, block);
             __syncwarp();  // every lane has read
             warp.release(warp.release_address());
             warp.advance();
@@ -30,8 +29,7 @@ struct MmaLoop {
 private:
     template <u32 kWidth>
     static __device__ __forceinline__ void multiply(MathWarp<T>& warp, f32 (&acc)[kWidth / 2], u32 block) {
-        Words words;
-        words.load(warp.weights(block), warp.warp, warp.lane);
+        const Words words(warp.weights(block), warp.warp, warp.lane);
         const u32 row = warp.lane % 8, chunk = warp.lane / 8;  // of ldmatrix: lanes 8 i .. 8 i + 7 address matrix i
         const u32 tokens = warp.tokens() + block * T::token_block_bytes + row * kTokenRowBytes;
 #pragma unroll

@@ -8,16 +8,13 @@ namespace gemm {
 
 template <class T>
 struct WgmmaLoop {
-    // The launch reserves 96 registers a thread for four math warpgroups and a producer, 168 for two and a producer; the
-    // producer leaves some of its to the others.
-    static constexpr bool kMoveRegisters = T::groups == 2 || T::max_rows > 40;
-    static constexpr int kMathRegisters = T::groups == 4 ? 104 : T::max_rows > 128 ? 216 : 208;
-    static constexpr int kProducerRegisters = T::groups == 4 ? 64 : T::max_rows > 128 ? 72 : 88;
+    // 640 threads enter with at most 96 registers each. Above 40 rows the producer leaves a third of its to the math warps.
+    static constexpr bool kMoveRegisters = T::max_rows > 40;
     static __device__ __forceinline__ void enter_producer() {
-        if constexpr (kMoveRegisters) ptx::keep_registers<kProducerRegisters>();
+        if constexpr (kMoveRegisters) ptx::keep_registers<64>();
     }
     static __device__ __forceinline__ void enter_math() {
-        if constexpr (kMoveRegisters) ptx::take_registers<kMathRegisters>();
+        if constexpr (kMoveRegisters) ptx::take_registers<104>();
     }
 
     // acc += weights * tokens over all of K, k16 after k16. One batch of k16 steps is dequantised while the one before
@@ -25,11 +22,10 @@ struct WgmmaLoop {
     // in flight. Were one in flight, the compiler would keep the fragments of all widths apart, run out of registers and
     // serialise every wgmma (C7512).
     template <u32 kWidth>
-    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[T::group_strips][kWidth / 2]) {
+    static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[kWidth / 2]) {
         Fragments a[2];
-        Words words[T::group_strips];
         warp.wait_for_operand();
-        load(words, warp, 0);
+        Words words(warp.weights(0), warp.warp, warp.lane);
         dequantize_batch(a[0], words, 0);
         u32 left = warp.item_stages;
         do {
@@ -38,7 +34,7 @@ struct WgmmaLoop {
 #pragma unroll
             for (u32 batch = 0; batch + 1 < kBatches; ++batch) {
                 const u32 next = (batch + 1) * kSteps;
-                if (next % 4 == 0) load(words, warp, next / 4);
+                if (next % 4 == 0) words.load(warp.weights(next / 4), warp.warp, warp.lane);
                 multiply<kWidth>(acc, a[batch % 2], tokens, batch * kSteps);
                 if (batch > 0) ptx::wgmma_wait<1>();  // the other fragments have been read
                 dequantize_batch(a[(batch + 1) % 2], words, next % 4);
@@ -47,7 +43,7 @@ struct WgmmaLoop {
             warp.advance();
             if (left > 1) {
                 warp.wait_for_operand();
-                load(words, warp, 0);
+                words.load(warp.weights(0), warp.warp, warp.lane);
                 ptx::wgmma_wait<1>();
                 dequantize_batch(a[0], words, 0);
             }
@@ -58,42 +54,29 @@ struct WgmmaLoop {
 
 private:
     // k16 steps of a batch: as many as two sets of fragments find room for beside the accumulators.
-    static constexpr u32 kMostFor4 = T::groups == 4 ? 88 : 112, kMostFor2 = T::groups == 4 ? 120 : 144;
-    static constexpr u32 kSteps = T::max_rows <= kMostFor4 ? 4 : T::max_rows <= kMostFor2 ? 2 : 1;
+    static constexpr u32 kSteps = T::max_rows <= 88 ? 4 : T::max_rows <= 120 ? 2 : 1;
     static constexpr u32 kBatches = T::stage_blocks * 4 / kSteps;
     static_assert(kBatches % 2 == 0, "the two sets of fragments take turns");
 
     struct Fragments {
-        u32 a[kSteps][T::group_strips][4];
+        u32 a[kSteps][4];
     };
 
-    // The words of a k64 block.
-    static __device__ __forceinline__ void load(Words (&words)[T::group_strips], const MathWarp<T>& warp, u32 block) {
+    static __device__ __forceinline__ void dequantize_batch(Fragments& to, const Words& words, u32 first) {
 #pragma unroll
-        for (u32 strip = 0; strip < T::group_strips; ++strip) words[strip].load(warp.weights(block, strip), warp.warp, warp.lane);
-    }
-
-    static __device__ __forceinline__ void dequantize_batch(Fragments& to, const Words (&words)[T::group_strips], u32 first) {
-#pragma unroll
-        for (u32 strip = 0; strip < T::group_strips; ++strip) {
-#pragma unroll
-            for (u32 step = 0; step < kSteps; ++step) {
-                const Factors by(words[strip].scale[(first + step) / 2]);
-                dequantize(to.a[step][strip], words[strip].code[first + step], by);
-            }
+        for (u32 step = 0; step < kSteps; ++step) {
+            dequantize(to.a[step], words.code[first + step], Factors(words.scale[(first + step) / 2]));
         }
     }
 
     template <u32 kWidth>
-    static __device__ __forceinline__ void multiply(f32 (&acc)[T::group_strips][kWidth / 2], const Fragments& from,
-                                                    u64 tokens, u32 first) {
+    static __device__ __forceinline__ void multiply(f32 (&acc)[kWidth / 2], const Fragments& from, u64 tokens, u32 first) {
         ptx::wgmma_fence();
 #pragma unroll
         for (u32 step = 0; step < kSteps; ++step) {
             const u32 k16 = first + step;
             const u64 operand = tokens + (k16 / 4 * (T::token_block_bytes / 16) + k16 % 4 * 2);
-#pragma unroll
-            for (u32 strip = 0; strip < T::group_strips; ++strip) ptx::Wgmma<kWidth>::add(acc[strip], from.a[step][strip], operand);
+            ptx::Wgmma<kWidth>::add(acc, from.a[step], operand);
         }
         ptx::wgmma_commit();
     }

@@ -54,12 +54,12 @@ public:
     // By all producer threads.
     __device__ __forceinline__ void open_window() {
         window_ = rows_.template load_window<T>(shared_, window_.next);
-        if constexpr (T::max_rows > 32) sort_runs<T>(shared_, window_.runs);
+        if (wider_than<T>(kSortedRows, shared_, window_.runs)) sort_runs<T>(shared_, window_.runs);
         items_ = whole_ = number_tiles() * groups_;
         parts_ = 1;
         const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round
         if (window_.last && rest > 0 && rest <= items_ && rest * 2 <= gridDim.x) {
-            parts_ = T::group_strips == 1 && rest * kStrips <= gridDim.x ? kStrips : 2;
+            parts_ = rest * kStrips <= gridDim.x ? kStrips : 2;
             whole_ = items_ - rest;
         }
     }

@@ -11,16 +11,14 @@ constexpr u32 kScaleBytes = 2048;  // where the scales start
 constexpr u32 kStrips = 4;         // strips of a group
 constexpr u32 kTokenRowBytes = 128;
 
-// kMaxRows: most token rows of a tile. kStageBlocks: k64 blocks of a ring stage. kWindow: routing blocks looked at together.
-// kGroups: math warpgroups, which share the four strips of a group of outputs.
-template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kGroups = 4>
+// kMaxRows: most token rows of a tile. kStageBlocks: k64 blocks of a ring stage. kWindow: runs of rows looked at together.
+template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow>
 struct Tile {
     static constexpr u32 max_rows = kMaxRows, stage_blocks = kStageBlocks, stages = kStages, slots = kSlots;
     static constexpr u32 window = kWindow;
 
-    // A warpgroup multiplies one strip or two; of the producer's four warps one streams weights, three gather token rows.
-    static constexpr u32 groups = kGroups, group_strips = kStrips / kGroups;
-    static constexpr u32 math_warps = 4 * kGroups, math_threads = 32 * math_warps;
+    // One warpgroup a strip multiplies; of the producer's four warps one streams weights, three gather token rows.
+    static constexpr u32 math_warps = 4 * kStrips, math_threads = 32 * math_warps;
     static constexpr u32 gather_warps = 3, producer_threads = 32 * (1 + gather_warps);
     static constexpr u32 threads = math_threads + producer_threads;
 
@@ -45,15 +43,14 @@ struct Tile {
     static constexpr u32 item_empty = item_full + 8 * kSlots;
     static constexpr u32 slot_base = round_up(item_empty + 8 * kSlots, 16u);
     static constexpr u32 staging = slot_base + kSlots * slot_bytes;
-    static constexpr u32 lists = staging + kGroups * staging_bytes;
+    static constexpr u32 lists = staging + kStrips * staging_bytes;
 
     // Runs of the window: first row slot, rows, expert, first tile; then counts of the producer's warps.
     static constexpr u32 run_slot = lists, run_rows = run_slot + 4 * kWindow, run_expert = run_rows + 4 * kWindow;
     static constexpr u32 run_tile = run_expert + 4 * kWindow, run_counts = run_tile + 4 * kWindow;
     static constexpr u32 smem_bytes = round_up(run_counts + 4 * (kWindow / 32), 16u);
 
-    static_assert(kMaxRows % 8 == 0 && kMaxRows <= 176, "a tile holds 8, 16, ... 176 rows");
-    static_assert(kGroups == 2 || kGroups == 4, "the strips of a group are shared out evenly");
+    static_assert(kMaxRows % 8 == 0 && kMaxRows <= 128, "a tile holds 8, 16, ... 128 rows");
     static_assert(kStageBlocks == 1 || kStageBlocks == 2 || kStageBlocks == 4, "a stage holds 1, 2 or 4 k64 blocks");
     static_assert(kWindow % producer_threads == 0, "every producer thread looks at the same number of runs");
     static_assert((kWindow & (kWindow - 1)) == 0, "an item's run is found by halving");
