@@ -100,9 +100,9 @@ def _pack_on_gpu(codes: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, s
 
 
 def _check_scales(scale: torch.Tensor) -> None:
-    """The kernels multiply a scale by 2^96 before it meets a code: above the limit that is infinite, as NaN is a mistake."""
+    """The kernels multiply a scale by 2^96 before it meets a code, which above the limit is infinite."""
     least, most = float(scale.min()), float(scale.max())
-    if not (-SCALE_LIMIT < least and most < SCALE_LIMIT):
+    if not (least > -SCALE_LIMIT and most < SCALE_LIMIT):  # so that NaN fails
         raise ValueError(f"scale: expected magnitudes below 2^31, got {least:g} to {most:g}")
 
 

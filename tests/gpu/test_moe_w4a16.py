@@ -144,7 +144,7 @@ def test_scales_of_any_size_are_exact(device):
 @pytest.mark.parametrize("block_m", [8, 64])
 @pytest.mark.parametrize("tokens", [190, 2600])
 def test_tiles_of_many_widths_are_right_in_any_order(tokens, block_m, device, expect_none):
-    """Experts with few rows and with hundreds: tiles of every width, sorted by it, and plans of many chunks of blocks."""
+    """Experts with few rows and with hundreds: tiles of every width, sorted by it, and plans of many chunks."""
     shape = WeightShape(48, 320, 256)
     skewed = (torch.rand(tokens * 4, generator=torch.Generator().manual_seed(tokens)) ** 2 * 48).long()
     case = checks.gemm_case(shape, tokens, 4, block_m, "random", device, weighted=True)

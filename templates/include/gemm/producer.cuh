@@ -39,7 +39,8 @@ __device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 bl
 
 // Streams the weights of the items of the window at hand.
 template <class T, class Rows>
-__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T, Rows>& schedule, u32 shared, RingPosition& at) {
+__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T, Rows>& schedule, u32 shared,
+                                               RingPosition& at) {
     Item item;
     while (schedule.next(item)) {
         const u32 pitch = smaller(problem.strips() - item.group * kStrips, kStrips) * kBlockBytes;  // of a k64 block
@@ -61,8 +62,8 @@ __device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<
     }
 }
 
-// The rows that a gather warp copies: two or four for each group of eight lanes, 16 bytes a lane. Where they lie in x is
-// kept in the item's slot, not in registers, so that tiles may have any number of rows; it is loaded for all of them at once
+// The rows that a gather warp copies: two or four for each group of eight lanes, 16 bytes a lane. Where they lie in x is kept
+// in the item's slot, not in registers, so that tiles may have any number of rows; it is loaded for all of them at once,
 // and the copies are issued back to back, as a chain of load, address and copy takes 130 clocks.
 template <class T>
 struct Gather {
@@ -90,7 +91,8 @@ struct Gather {
     // Writes the rows' pairs, their factors and where they lie in x, in units of 16 bytes, to the item's slot. A place
     // without a row is given the first row: what it multiplies to is not stored.
     template <class Rows>
-    __device__ __forceinline__ void announce(const Item& item, const Rows& rows, const Problem& problem, u32 slot) const {
+    __device__ __forceinline__ void announce(const Item& item, const Rows& rows, const Problem& problem,
+                                             u32 slot) const {
 #pragma unroll
         for (u32 h = 0; h < kHeld; ++h) {
             const u32 row = held_row(h);
@@ -151,8 +153,8 @@ struct Gather {
 // Copies the token rows of the items of the window at hand, and tells the math warps what each is. The next item is looked
 // up while the copies of the one before are under way.
 template <class T, class Rows>
-__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T, Rows>& schedule, u32 shared,
-                                              RingPosition& at, RingPosition& slot) {
+__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T, Rows>& schedule,
+                                              u32 shared, RingPosition& at, RingPosition& slot) {
     Gather<T> gather;
     gather.warp = threadIdx.x / 32 - T::math_warps - 1;
     gather.lane = threadIdx.x % 32;

@@ -97,14 +97,16 @@ __device__ __forceinline__ Window load_block_runs(const Source& source, u32 shar
     const u32 thread = threadIdx.x - T::math_threads, warp = thread / 32, lane = thread % 32;
     // Loads that do not wait for the number of blocks; the rows of the last blocks are asked for ahead of time too.
     i32 here = source.expert(first + thread), next = source.expert(first + kThreads + thread);
-    i32 before_here = thread > 0 ? source.expert(first + thread - 1) : -1, before_next = source.expert(first + kThreads + thread - 1);
+    i32 before_here = thread > 0 ? source.expert(first + thread - 1) : -1;
+    i32 before_next = source.expert(first + kThreads + thread - 1);
     source.ask_ahead(first * source.block_m + thread * 32);
     const u32 blocks = source.blocks();
 
     u32 runs = 0, chunk = 0;
     do {
         const u32 block = first + chunk * kThreads + thread, counts = shared + T::run_counts + chunk % 2 * (4 * kWarps);
-        const i32 after_next = source.expert(block + 2 * kThreads), before_after_next = source.expert(block + 2 * kThreads - 1);
+        const i32 after_next = source.expert(block + 2 * kThreads);
+        const i32 before_after_next = source.expert(block + 2 * kThreads - 1);
         const bool starts = block < blocks && static_cast<u32>(here) < source.num_experts && here != before_here;
         const bool stops = block <= blocks && static_cast<u32>(before_here) < source.num_experts &&
                            (block == blocks || here != before_here);

@@ -71,7 +71,7 @@ __device__ __forceinline__ bool wider_than(u32 rows, u32 shared, u32 runs) {
     return any != 0;
 }
 
-// How a run is counted: where the count of its width is kept for its piece of 32 runs, and how many of the piece like it are
+// How a run is counted: where the count of its width is kept for its piece of 32 runs, and how many like it the piece has
 // before it. By whole warps.
 template <class T>
 struct SortPlace {
