@@ -10,9 +10,13 @@ import pytest
 _HAS_TORCH = importlib.util.find_spec("torch") is not None
 _NEED_TORCH = ["unit/integrations/*", "unit/router/*", "unit/w4a16/*", "gpu/*"]
 
-_HAS_VLLM = _HAS_TORCH and importlib.util.find_spec("vllm") is not None
+_SERVING = {"vllm": "serving/*", "sglang": "serving_sglang/*"}
+"""Frameworks that are tried where they are installed: scripts/test_vllm.sh and scripts/test_sglang.sh do that."""
 
-collect_ignore_glob = [*([] if _HAS_TORCH else _NEED_TORCH), *([] if _HAS_VLLM else ["serving/*"])]
+collect_ignore_glob = [] if _HAS_TORCH else [*_NEED_TORCH]
+collect_ignore_glob += [
+    tests for host, tests in _SERVING.items() if not _HAS_TORCH or not importlib.util.find_spec(host)
+]
 
 
 @cache

@@ -6,7 +6,8 @@
 
 Regions: `router <scenario>` (table and plot of a router scenario), `w4a16 <scenario>` (table, and a plot for each
 projection that was measured at more than one count; a line that says so where no run has the scenario), `host` (the
-host suite's table), `arms` (which token counts run which router arm, from the manifest).
+host suite's table), `layer <scenario>` (whole layers in a framework), `arms` (which token counts run which router arm,
+from the manifest).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from pathlib import Path
 
 from chord.bench.plot import log_log, router_series, w4a16_series
-from chord.bench.report import host_table, router_table, setting, w4a16_table
+from chord.bench.report import host_table, layer_table, router_table, setting, w4a16_table
 from chord.bench.results import Results, read
 from chord.registry import Registry
 
@@ -64,8 +65,11 @@ def _content(region: str, document: Path, folder: Path) -> str:
         return _router(scenario, document, folder)
     if kind == "w4a16" and scenario:
         return _w4a16(scenario, document, folder)
+    if kind == "layer" and scenario:
+        return _layer(scenario, folder)
     raise ValueError(
-        f"{document}: unknown figures {region!r}, expected `arms`, `host`, `router <scenario>` or `w4a16 <scenario>`"
+        f"{document}: unknown figures {region!r}, expected `arms`, `host`, `layer <scenario>`, `router <scenario>` "
+        "or `w4a16 <scenario>`"
     )
 
 
@@ -78,6 +82,12 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
     title = f"Router {scenario}, block_m {PLOTTED_BLOCK_M}, {results.gpu}, cold L2"
     drawing.write_text(log_log(series, title), encoding="utf-8")
     return f"{setting(results)}\n\n{table}\n![{title}]({drawing.name})\n"
+
+
+def _layer(scenario: str, folder: Path) -> str:
+    """Whole layers in a framework; a line that says so where no run has the scenario."""
+    results = latest_with(folder, "layer", scenario)
+    return "Not measured yet.\n" if results is None else f"{setting(results)}\n\n{layer_table(results, scenario)}"
 
 
 def _w4a16(scenario: str, document: Path, folder: Path) -> str:

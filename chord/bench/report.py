@@ -136,6 +136,29 @@ def w4a16_table(results: Results, scenario: str) -> str:
     return "\n".join([*lines, "", *_means(comparisons, "recorded")]) + "\n"
 
 
+def layer_table(results: Results, scenario: str) -> str:
+    """A markdown table of whole layers in a framework: a line per count of tokens, the geometric means below."""
+    comparisons = sorted(compare(results, scenario), key=lambda c: size_of(c.row))
+    peers = sorted({name for c in comparisons for name in c.row.peers})
+    ways = sorted({name for c in comparisons for name in c.row.chord})
+    head = [
+        "tokens",
+        "chord us",
+        "p10-p90",
+        *(f"{name} us" for name in peers),
+        *(["best peer / chord"] if peers else []),
+    ]
+    head += [f"{name.replace('_', ' ')} us" for name in ways]
+    lines = [_table_line(head), _table_line(["---:"] * len(head))]
+    for c in comparisons:
+        row = c.row
+        cells = [str(size_of(row)), f"{row.us:.1f}", _spread(row, 1)]
+        cells += [f"{row.peers[name]:.1f}" if name in row.peers else "" for name in peers]
+        cells += [_ratio(c.ratio)] if peers else []
+        lines.append(_table_line([*cells, *(f"{row.chord[name]:.1f}" if name in row.chord else "" for name in ways)]))
+    return "\n".join([*lines, "", *_means(comparisons, "recorded")]) + "\n"
+
+
 def size_of(row: Row) -> int:
     """Rows an expert where those were given, else tokens."""
     return row.rows_per_expert or row.tokens or 0

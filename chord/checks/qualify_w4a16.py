@@ -10,6 +10,7 @@ import torch
 
 from chord import _runtime
 from chord.checks import w4a16_grouped as grouped
+from chord.checks import w4a16_rows as rows
 from chord.checks.qualify import Verdict, matches
 from chord.checks.w4a16 import ROUTINGS, Expected, checkpoint, gemm_case, gemm_problems, placed
 from chord.w4a16 import launch, layout, pack_w4a16, unpack_w4a16
@@ -73,7 +74,7 @@ def qualify_w4a16(
     only: str = "*",
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """Runs every program of the GEMMs that was built for the device, then the packers; nothing without them.
+    """Runs every program of the GEMMs that was built for the device, then the packers and those that move rows.
 
     tiny: small inputs, made and judged on the host. only: shell patterns, separated by commas, of which a program's
     name must match one.
@@ -87,6 +88,9 @@ def qualify_w4a16(
             programs = _programs(operator, arch, only)
             found |= _grouped_problems(operator, programs, TINY_SLABS if tiny else SLABS, place, tiny)
         found |= _packer_problems(_programs(PACKERS[0], arch, only), _programs(PACKERS[1], arch, only), place)
+        for operator in rows.OPERATORS:
+            for name in _programs(operator, arch, only):
+                found[name] = rows.row_problems(operator, place, tiny=tiny)
     for name, problems in found.items():
         build = _runtime.registry().programs()[name].builds[arch]
         every = [problem for case in problems for problem in case]

@@ -96,13 +96,14 @@ def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
 def bench_docs(
     results: Annotated[Path, typer.Option("--results", help="Folder with results files.")] = Path("bench/results"),
     document: Annotated[
-        list[Path] | None, typer.Argument(help="Documents to fill; default docs/router.md and docs/w4a16.md.")
+        list[Path] | None,
+        typer.Argument(help="Documents to fill; default docs/router.md, docs/w4a16.md and docs/vllm.md."),
     ] = None,
 ) -> None:
     """Fill the tables and plots of documents from results files."""
     from chord.bench.docs import update
 
-    for path in document or [Path("docs/router.md"), Path("docs/w4a16.md")]:
+    for path in document or [Path("docs/router.md"), Path("docs/w4a16.md"), Path("docs/vllm.md")]:
         console().print(f"{path}: {'updated' if update(path, results) else 'unchanged'}")
 
 

@@ -26,6 +26,14 @@ VLLM = Host(
     "install a release of chord that names this one",
 )
 
+SGLANG = Host(
+    "sglang",
+    (0, 5),
+    (0, 6),
+    "serve without chord (leave --quantization chord out, or set SGLANG_PLUGINS to others), or install a release of "
+    "chord that names this one",
+)
+
 
 def refusal(host: Host, version: str | None) -> str | None:
     """Why a release of a host is not served, and what to do; None for one that is."""

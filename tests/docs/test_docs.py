@@ -33,12 +33,20 @@ def test_python_blocks_run(page: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=lambda example: example.name)
+def test_examples_run(example: Path) -> None:
+    for needed in ("torch", "safetensors"):
+        pytest.importorskip(needed, reason="the examples need torch and safetensors")
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_and_links_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     links = [target for target in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in target]
     assert [target for target in links if not (page.parent / target).exists()] == []
-    named = re.findall(r"`((?:chord|templates|registry|build|tests|docs|scripts|bench)/[\w./-]+)`", text)
+    named = re.findall(r"`((?:chord|templates|registry|build|tests|docs|examples|scripts|bench)/[\w./-]+)`", text)
     elsewhere = ("build/out", "templates/scale", "registry/scale")  # what a build makes, and the example's own files
     assert [path for path in named if not path.startswith(elsewhere) and not (ROOT / path).exists()] == []
 

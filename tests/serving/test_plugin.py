@@ -163,6 +163,17 @@ def test_the_layer_is_right(split: str, tokens: int) -> None:
         assert not found[-1].any()  # a row without any expert
 
 
+def test_rows_of_expert_parallel_experts_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHORD_EP_ROWS", "indexed")
+    layer, weights = loaded_layer("ep")
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "ChordIndexedExperts"
+    given = host.routed(17, layer.moe_config, 5, missing=True)
+    assert host.error(host.run(layer, given), host.reference(weights, given, layer.expert_map)) < TOLERANCE
+    monkeypatch.setenv("CHORD_EP_ROWS", "sorted")
+    with pytest.raises(ValueError, match="CHORD_EP_ROWS is 'sorted': expected contiguous or indexed"):
+        new_layer("ep")
+
+
 def test_two_layers_in_turn() -> None:
     (first, first_weights), (second, second_weights) = loaded_layer(seed=0), loaded_layer(seed=7)
     given = host.routed(9, first.moe_config, 5)

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kInt4Static32
 from vllm.platforms import current_platform
 
+from chord import _settings
 from chord.integrations import moe
 from chord.registry.architectures import BY_CAPABILITY
 from chord.w4a16 import PackedW4A16
@@ -300,8 +301,9 @@ class ChordMaskedExperts(ChordExperts):
 
 
 def experts_for(config: FusedMoEConfig) -> type[ChordExperts]:
-    """The class for a deployment."""
+    """The class for a deployment. CHORD_EP_ROWS chooses among the two for expert parallelism."""
     parallel = config.moe_parallel_config
     if parallel.use_batched_activation_format:
         return ChordMaskedExperts
-    return ChordContiguousExperts if parallel.use_ep else ChordIndexedExperts
+    contiguous = parallel.use_ep and _settings.read().ep_rows == "contiguous"
+    return ChordContiguousExperts if contiguous else ChordIndexedExperts

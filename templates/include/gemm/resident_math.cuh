@@ -187,8 +187,8 @@ __device__ __forceinline__ void multiply_parts(const Problem& problem, u32 share
         const u32 tile = shared + T::tokens + buffer.index * warp.layout.tile_bytes;
         const u32 factors = problem.row_weight != nullptr ? place : 0;
         next = multiply_part<T>(warp, header, next, tile, factors, problem.swiglu());
-        warp.arrive(shared + T::tokens_empty + 8 * buffer.index);
-        warp.arrive(shared + T::item_empty + 8 * slot.index);
+        ptx::mbarrier_arrive(shared + T::tokens_empty + 8 * buffer.index);
+        ptx::mbarrier_arrive(shared + T::item_empty + 8 * slot.index);
         slot.template next<T::slots>();
         buffer.template next<T::buffers>();
     }

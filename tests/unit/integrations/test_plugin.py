@@ -13,30 +13,41 @@ import torch
 
 from chord import _paths
 from chord.integrations import hosts
-from chord.integrations import vllm as plugin
 from chord.integrations.vllm.limits import check_layer
 
 ROOT = _paths.PACKAGE.parent
-WITHOUT_VLLM = pytest.mark.skipif(util.find_spec("vllm") is not None, reason="vllm is installed here")
 
 
-@WITHOUT_VLLM
-def test_registering_without_vllm_does_nothing() -> None:
+@pytest.mark.parametrize("host", ["vllm", "sglang"])
+def test_registering_without_the_host_does_nothing(host: str) -> None:
+    if util.find_spec(host) is not None:
+        pytest.skip(f"{host} is installed here")
     code = (
-        "import sys; from chord.integrations.vllm import register; register(); register(); "
-        "print(sorted({'torch', 'vllm', 'humming', 'chord.registry'} & set(sys.modules)))"
+        f"import sys; from chord.integrations.{host} import register; register(); register(); "
+        "print(sorted({'torch', 'vllm', 'sglang', 'humming', 'chord.registry'} & set(sys.modules)))"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
     assert ran.stderr == ""
 
 
-def test_the_entry_point_is_declared() -> None:
+@pytest.mark.parametrize(("group", "host"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
+def test_the_entry_points_are_declared(group: str, host: str) -> None:
     """In the project file: what is installed may be another tree's."""
     text = (ROOT / "pyproject.toml").read_text()
-    (value,) = re.findall(r'^\[project\.entry-points\."vllm\.general_plugins"\]\nchord = "(.+)"$', text, re.MULTILINE)
+    (value,) = re.findall(rf'^\[project\.entry-points\."{re.escape(group)}"\]\nchord = "(.+)"$', text, re.MULTILINE)
     module, _, name = value.partition(":")
-    assert getattr(import_module(module), name) is plugin.register
+    assert module == f"chord.integrations.{host}"
+    assert callable(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize(
+    ("version", "served"), [("0.5.23", True), ("0.5.99.dev1", True), ("0.4.10", False), ("0.6.0", False)]
+)
+def test_releases_of_sglang(version: str, served: bool) -> None:
+    said = hosts.refusal(hosts.SGLANG, version)
+    assert (said is None) == served
+    assert said is None or "SGLANG_PLUGINS" in said
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.post1", "0.33.0", "0.33.1rc1.dev5+gabc"])
@@ -50,6 +61,13 @@ def test_other_releases_are_told_what_to_do(version: str) -> None:
     assert said is not None
     assert f"serves vllm 0.32 <= version < 0.34, found {version}" in said
     assert "VLLM_PLUGINS" in said
+
+
+@pytest.mark.parametrize("host", [hosts.VLLM, hosts.SGLANG], ids=lambda host: host.distribution)
+def test_the_extras_declare_the_same_releases(host: hosts.Host) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (found,) = re.findall(rf'^{host.distribution} = \["{host.distribution}>=(\S+),<(\S+)"\]', text, re.MULTILINE)
+    assert found == (".".join(map(str, host.first)), ".".join(map(str, host.end)))
 
 
 def test_an_absent_host() -> None:

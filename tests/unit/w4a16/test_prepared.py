@@ -173,6 +173,6 @@ def test_programs_are_found_by_rows_an_expert_and_by_name():
             assert launch.routed_program(shape, rows, "sm_90a") == interval.program
     assert launch.routed_program(shape, 1 << 40, "sm_90a") == launch.routed_program(shape, 1 << 30, "sm_90a")
     with pytest.raises(NoProgramError, match="no such program of moe_w4a16"):
-        launch._named_kernel("moe_w4a16", 0, "fused_router.single", shape)
+        launch._named_kernel("moe_w4a16", 0, "fused_router.solo", shape)
     with pytest.raises(NoProgramError, match="serves k of at most 512, got 7168"):
-        launch._named_kernel("moe_w4a16", 0, "moe_w4a16.resident_r64", shape)
+        launch._named_kernel("moe_w4a16", 0, "moe_w4a16.resident_g4_r64", shape)

@@ -1,0 +1,94 @@
+"""Times whole experts in vLLM, Kimi K2 on eight GPUs, beside vLLM's humming backend, and writes a results file.
+
+    python scripts/bench_vllm.py --peers PEERS [--out FOLDER]
+
+For a machine with an H200, torch with CUDA and vLLM's package; tests/vllmhost.py stands in for what a bare one lacks.
+PEERS holds whl/humming_kernels-*.whl. Humming compiles in processes of their own first, all at the same time.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM = [
+    (split, name, counts)
+    for split, name in (("vllm_tp8", "humming_indexed"), ("vllm_ep8", "humming_grouped"))
+    for counts in ("1", "8", "64", "512", "4096")
+]
+
+
+def main() -> None:
+    """Either the whole run, or with --warm one of its processes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, required=True, help="folder with humming's wheel")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for the results file")
+    parser.add_argument("--samples", type=int, default=31)
+    parser.add_argument("--commit", help="of the code that is measured, where git cannot tell")
+    parser.add_argument("--warm", nargs=3, metavar=("SPLIT", "NAME", "COUNTS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    if options.warm:
+        warm(options.peers, *options.warm)
+    else:
+        run(options)
+
+
+def start(humming: Path) -> None:
+    """vLLM, with humming found before it looks for it."""
+    sys.path.insert(0, str(humming))
+    import vllmhost  # type: ignore[import-not-found]
+
+    vllmhost.start()
+    from chord.integrations import vllm as plugin
+
+    plugin.register()
+
+
+def warm(humming: Path, split: str, name: str, counts: str) -> None:
+    start(humming)
+    from chord.bench import vllm as bench
+
+    bench.warm(split, name, [int(count) for count in counts.split(",")])
+
+
+def run(options: argparse.Namespace) -> None:
+    humming = unpacked(options.peers)
+    command = [sys.executable, __file__, "--peers", str(humming), "--warm"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    jobs = {words: subprocess.Popen([*command, *words], **quiet) for words in WARM}  # type: ignore[call-overload]
+    start(humming)
+    for words, job in jobs.items():
+        said = job.communicate()[1]
+        if job.returncode:
+            print(f"{' '.join(words)} did not warm up:\n{said[-2000:]}", file=sys.stderr)
+    from chord.bench import vllm as bench
+    from chord.bench.results import Row, file_name, write
+
+    def show(row: Row) -> None:
+        others = {**row.peers, **row.chord}
+        words = [f"{name} {us:.1f} us ({us / row.us:.2f}x)" for name, us in others.items()]
+        print(f"{row.scenario} {row.tokens:5d} tokens: chord {row.us:.1f} us, {', '.join(words)}", flush=True)
+
+    found = bench.run(options.peers, samples=options.samples, steady_ms=100, commit=options.commit, progress=show)
+    path = options.out / file_name(found)
+    write(found, path)
+    print(f"written: {path}")
+
+
+def unpacked(peers: Path) -> Path:
+    """Humming's wheel as a folder. Its programs must be executable, which zipfile forgets."""
+    (wheel,) = sorted((peers / "whl").glob("humming_kernels-*.whl"))[-1:]
+    folder = Path(tempfile.mkdtemp(prefix="chord-peers-"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    for path in folder.rglob("*"):
+        path.chmod(path.stat().st_mode | 0o555)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
