@@ -33,7 +33,7 @@ from chord.tune.tuning import Tuning
 from chord.w4a16 import PreparedMoeW4A16, prepare_moe_w4a16
 from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR, serves
 
-EXPERT_ROWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384)
+EXPERT_ROWS = (1, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 384)
 SCENARIOS = ("ep8_decode", "tp8")
 """Where tokens are those of this GPU, so that rows of an expert = tokens * TOP_K / experts."""
 

@@ -25,6 +25,9 @@ SHAPES = {
     "longest_small_k": WeightShape(16, 1088, 512),
     "gated_small_k": WeightShape(24, 448, 384, gated=True),
     "many_experts": WeightShape(1024, 64, 128),
+    "qwen3_235b_gate_up": WeightShape(16, 3072, 4096, gated=True),
+    "qwen3_235b_tp8_down": WeightShape(128, 4096, 192),
+    "glm_4_6_down": WeightShape(20, 5120, 1536),
 }
 TOKENS = {"one_block": 5, "many_experts": 700}
 
