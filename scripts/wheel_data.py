@@ -10,8 +10,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-TABLE_ENDINGS = (".toml", ".json")
-"""Endings of the files under registry/ that travel."""
+TABLE_ENDINGS = (".toml", ".json", ".dsse")
+"""Endings of the files under registry/ that travel: tables, receipts and their signatures."""
 
 
 class WheelData(BuildHookInterface):  # type: ignore[type-arg]
@@ -24,6 +24,7 @@ class WheelData(BuildHookInterface):  # type: ignore[type-arg]
         root = Path(self.root)
         cubins, source_endings = self._from_builder(root)
         files = [root / "manifest.json", root / "build" / "toolchain.toml", *cubins]
+        files += [path for path in [root / "manifest.json.dsse"] if path.is_file()]  # signed, if whoever builds signs
         for folder, endings in (("registry", TABLE_ENDINGS), ("templates", source_endings)):  # no stray file travels
             files += [path for path in sorted((root / folder).rglob("*")) if path.name.endswith(endings)]
         for path in files:

@@ -5,7 +5,7 @@ The hash is over a text of one item a line, so that anybody can compute it again
     chord closure 1
     compiler nvrtc 12.9.86
     option --gpu-architecture=sm_90a        (each option, in order)
-    source fused_router.single.e896.k16.f32.t1.bm8.cu <SHA-256 of the rendered source>
+    source fused_router.solo.e896.k16.f32.t1.bm8.cu <SHA-256 of the rendered source>
     header fused_router/score.cuh <SHA-256>  (each header, sorted by path)
 """
 

@@ -1,4 +1,4 @@
-"""`python -m chord.checks [--tiny] [--only PATTERNS] [--counts N,N] [--receipt FOLDER]`: qualifies the current GPU.
+"""`python -m chord.checks [--tiny] [--only PATTERNS] [--jobs N] [--receipt FOLDER]`: qualifies the current GPU.
 
 Prints a line per program. What `chord qualify` does, where neither typer nor rich is installed.
 With --tiny the inputs suit a sanitizer: they are made and judged on the host, and hardly a kernel but chord's runs.
@@ -15,6 +15,7 @@ import torch
 
 from chord.checks import receipts
 from chord.checks.qualify import Verdict
+from chord.checks.shards import qualify_in_processes, write_verdicts
 from chord.checks.suites import qualify_all
 
 
@@ -26,10 +27,18 @@ def main() -> int:
     parser.add_argument("--counts", type=_counts, help="numbers of router tokens, separated by commas")
     parser.add_argument("--receipt", type=Path, help="folder for a receipt; none is written without it")
     parser.add_argument("--key", type=Path, help="Ed25519 private key (PEM) that signs the receipt")
+    parser.add_argument("--jobs", "-j", type=int, default=1, help="processes at a time (default 1)")
+    parser.add_argument("--device", type=int, help="CUDA ordinal, instead of the current device")
+    parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = None if options.receipt is None else receipts.folder(options.receipt)
-    device = torch.cuda.current_device()
-    verdicts = qualify_all(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
+    device = torch.cuda.current_device() if options.device is None else options.device
+    if options.jobs > 1:
+        verdicts = qualify_in_processes(device, options.jobs, tiny=options.tiny, only=options.only, progress=_show)
+    else:
+        verdicts = qualify_all(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
+    if options.verdicts is not None:
+        write_verdicts(verdicts, options.verdicts)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     if folder is not None and verdicts:
         print(f"receipt: {receipts.write(receipts.make(verdicts, device, tiny=options.tiny), folder, options.key)}")

@@ -141,6 +141,8 @@ def _grouped_problems(
             expected = grouped.expected_of(case)
             case = grouped.placed(case, device)
             for name in programs:
+                if not launch.serves(_runtime.operator(operator).programs[name], load.shape):
+                    continue
                 problems = grouped.grouped_problems(case, expected, name)
                 found[name].append([f"{load} {spread} {form}: {problem}" for problem in problems])
     return found

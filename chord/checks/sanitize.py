@@ -33,7 +33,10 @@ OPTIONS = {
     "initcheck": ("--check-api-memory-access", "no", "--kernel-name", "kernel_substring=FillFunctor"),
 }
 """By tool, those that take longest first."""
-COMMON = ("--report-api-errors", "no", "--target-processes", "application-only", "--max-connections", "64")
+COMMON = (
+    *("--report-api-errors", "no", "--target-processes", "application-only", "--max-connections", "64"),
+    *("--show-backtrace", "no", "--print-limit", "40"),  # a host's backtrace a finding takes longer than the check
+)
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """A buffer of a pool has neighbours that belong to it: memcheck would take reads of them for legal."""
 _running: set[subprocess.Popen[bytes]] = set()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from chord.checks.qualify import Verdict, qualify_router
 from chord.checks.qualify_w4a16 import qualify_w4a16
+from chord.checks.rows import qualify_rows
 
 _CHECKS = {
     "fused_router": (
@@ -15,9 +16,11 @@ _CHECKS = {
     ),
     "route_plan": ("every entry of the plan against the reference, absent experts among them",),
     "moe_w4a16": ("outputs against exact products: shapes, routings with absent experts, block sizes",),
-    "moe_swiglu": ("outputs against torch, rows that do not exist and what lies around them untouched",),
-    "moe_scatter": ("outputs against torch, rows that do not exist and what lies around them untouched",),
-    "moe_combine": ("outputs against torch, routes that do not count among them",),
+    "moe_w4a16_contiguous": ("outputs against exact products: shapes, spreads of rows, every way to tell of rows",),
+    "moe_w4a16_masked": ("outputs against exact products: shapes, spreads of rows, slabs with room behind a count",),
+    "moe_swiglu": ("every value against torch, rows that are not named untouched",),
+    "moe_scatter": ("every value against torch, rows that are not named untouched",),
+    "moe_combine": ("every value against torch, absent experts and places behind the limit among them",),
     "w4a16_pack": ("every byte against the reference packing",),
     "w4a16_unpack": ("every byte against what was packed",),
 }
@@ -36,6 +39,7 @@ def qualify_all(
     counts: tuple[int, ...] | None = None,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """Verdicts of the router's programs, the route plan's, then the W4A16 ones. Arguments as qualify_router."""
+    """Verdicts of the router's programs, the route plan's, the W4A16 ones, those that move rows. As qualify_router."""
     verdicts = qualify_router(device, tiny=tiny, only=only, counts=counts, progress=progress)
-    return verdicts + qualify_w4a16(device, tiny=tiny, only=only, progress=progress)
+    verdicts += qualify_w4a16(device, tiny=tiny, only=only, progress=progress)
+    return verdicts + qualify_rows(device, tiny=tiny, only=only, progress=progress)

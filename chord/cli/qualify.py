@@ -27,6 +27,7 @@ def qualify(
     ] = None,
     only: Annotated[str, typer.Option("--only", help="Shell patterns of program names, separated by commas.")] = "*",
     tiny: Annotated[bool, typer.Option("--tiny", help="Inputs small enough for compute-sanitizer.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes at a time; the receipt is one.")] = 1,
     receipt: Annotated[
         Path | None,
         typer.Option("--receipt", help="Folder for the receipt; default: registry/receipts beside manifest.json."),
@@ -47,14 +48,16 @@ def qualify(
     require_gpu()
     import torch
 
-    from chord.checks import receipts
+    from chord.checks import receipts, shards
     from chord.checks.suites import qualify_all
 
     folder = None if no_receipt else receipts.folder(receipt)
     device = torch.cuda.current_device()
-    verdicts = qualify_all(
-        device, tiny=tiny, only=receipts.patterns(op, only), progress=(lambda verdict: None) if json else _print_verdict
-    )
+    wanted, progress = receipts.patterns(op, only), (lambda verdict: None) if json else _print_verdict
+    if jobs > 1:
+        verdicts = shards.qualify_in_processes(device, jobs, tiny=tiny, only=wanted, progress=progress)
+    else:
+        verdicts = qualify_all(device, tiny=tiny, only=wanted, progress=progress)
     if not verdicts:
         raise ChordError(
             f"--op {' '.join(op or ['(all)'])} and --only {only!r} match no program; `chord ls` lists them"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import cast
@@ -44,9 +45,14 @@ class Domain:
             ranges=tuple(axis for axis in axes if not axis.choices),
         )
 
-    @property
+    @cached_property
     def keys(self) -> frozenset[str]:
         return frozenset(self.choice_keys).union(axis.keys[0] for axis in self.ranges)
+
+    @cached_property
+    def known(self) -> frozenset[Combination]:
+        """`combinations`, to look one up."""
+        return frozenset(self.combinations)
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ def _cells(ranges: tuple[Axis, ...], tree: Tree) -> Iterator[tuple[tuple[Interva
 
 def _check_route(domain: Domain, route: Route) -> Iterator[str]:
     name = f"route of {route.program}"
-    if set(route.where) != domain.keys:
+    if route.where.keys() != domain.keys:
         yield f"{name}: expected the keys {', '.join(sorted(domain.keys))}, got {', '.join(sorted(route.where))}"
         return
     for axis in domain.ranges:
@@ -180,7 +186,7 @@ def _check_route(domain: Domain, route: Route) -> Iterator[str]:
                 f"in steps of {axis.step}"
             )
     combination = tuple(route.where[key] for key in domain.choice_keys)
-    if combination not in domain.combinations:
+    if combination not in domain.known:
         pairs = ", ".join(f"{key}={value}" for key, value in zip(domain.choice_keys, combination, strict=True))
         yield f"{name}: {pairs} is not among the axes' choices"
 

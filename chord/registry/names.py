@@ -1,6 +1,6 @@
 """Program names: stable ids that say what a program is, made and parsed in one place.
 
-A name is `<operator>.<arm>.<tag><value>...`, for example `fused_router.cluster.e896.k16.f32.t4.bm8`. Every constant
+A name is `<operator>.<arm>.<tag><value>...`, for example `fused_router.few.e896.k16.f32.t4.bm8`. Every constant
 is a lower-case tag followed by a decimal number, so `f32` is the tag `f` with value 32. Hashes never enter a name.
 """
 

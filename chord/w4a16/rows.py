@@ -29,7 +29,7 @@ def swiglu_rows(
     counts: int32 [E], where R rows are E slabs: of slab e the first counts[e] exist.
     Raises TypeError or ValueError for anything else.
     """
-    rows, width = _sizes(gate_up, out, 2)
+    rows, width = _sizes("gate_up", gate_up, out, 2)
     _check(out, {"gate_up": gate_up, "row_ids": row_ids, "limit": limit, "counts": counts})
     if row_ids is not None:
         check_tensor("row_ids", row_ids, (torch.int32,), (rows,))
@@ -58,7 +58,7 @@ def scatter_rows(
 
     x: [M, H], out: [R, H]; bfloat16. row_ids: int32 [M, k], distinct. Raises TypeError or ValueError for anything else.
     """
-    _, width = _sizes(out, out, 1)
+    _, width = _sizes("out", out, out, 1)
     check_tensor("x", x, (torch.bfloat16,), (None, width))
     check_tensor("row_ids", row_ids, (torch.int32,), (x.shape[0], None))
     _check(out, {"x": x, "row_ids": row_ids, "limit": limit})
@@ -91,7 +91,7 @@ def combine_rows(
     their rows are not read. row_ids: int32 [M, k], default t * k + j; rows at and beyond `limit` do not count either.
     Raises TypeError or ValueError for anything else.
     """
-    tokens, width = _sizes(out, out, 1)
+    tokens, width = _sizes("out", out, out, 1)
     check_tensor("topk_ids", topk_ids, (torch.int32,), (tokens, None))
     check_tensor("weights", weights, (torch.float32,), tuple(topk_ids.shape))
     check_tensor("rows", rows, (torch.bfloat16,), (None, width))
@@ -117,11 +117,11 @@ def combine_rows(
     out.copy_(torch.where(counted.unsqueeze(-1), found, 0.0).sum(dim=1))
 
 
-def _sizes(rows: torch.Tensor, out: torch.Tensor, ratio: int) -> tuple[int, int]:
-    """(rows, columns of out), after checks of both."""
+def _sizes(name: str, rows: torch.Tensor, out: torch.Tensor, ratio: int) -> tuple[int, int]:
+    """(rows, columns of out), after checks of both; `name` is what the caller calls `rows`."""
     check_tensor("out", out, (torch.bfloat16,), (None, None))
     width = out.shape[1]
-    check_tensor("rows", rows, (torch.bfloat16,), (out.shape[0], ratio * width))
+    check_tensor(name, rows, (torch.bfloat16,), (out.shape[0], ratio * width))
     if width == 0 or width % COLUMN_STEP:
         raise ValueError(f"out: expected a positive multiple of {COLUMN_STEP} columns, got {width}")
     return out.shape[0], width

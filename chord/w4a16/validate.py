@@ -12,6 +12,8 @@ from chord.w4a16.layout import BLOCK, BLOCK_BYTES, WeightShape
 
 MAX_PAIRS = (1 << 31) - 1
 """Most pairs (rows * top_k): ids are int32."""
+MAX_ELEMENTS = (1 << 35) - 8
+"""Of x, 64 GiB: the kernels keep where a row lies in units of 8 elements, in 32 bits."""
 
 
 def shape_of(x: torch.Tensor, packed: torch.Tensor, gated: bool) -> WeightShape:
@@ -19,6 +21,7 @@ def shape_of(x: torch.Tensor, packed: torch.Tensor, gated: bool) -> WeightShape:
     check_tensor("x", x, (torch.bfloat16,), (None, None))
     check_tensor("packed", packed, (torch.uint8,), (None, None))
     k = x.shape[1]
+    check_int("elements of x", x.shape[0] * k, 0, MAX_ELEMENTS)
     column = k // BLOCK * BLOCK_BYTES  # bytes of 64 outputs
     if k == 0 or k % BLOCK or packed.shape[1] == 0 or packed.shape[1] % column:
         raise ValueError(

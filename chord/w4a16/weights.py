@@ -10,6 +10,8 @@ from chord.router.validate import check_devices, check_memory, check_tensor
 from chord.w4a16 import launch, layout
 from chord.w4a16.layout import CODES_PER_WORD, LAYOUT_VERSION, SCALE_GROUP, WeightShape
 
+SCALE_LIMIT = 2.0**31
+
 
 @dataclass(frozen=True, eq=False)
 class PackedW4A16:
@@ -42,12 +44,14 @@ def pack_w4a16(codes: torch.Tensor, scale: torch.Tensor, *, gated: bool = False)
 
     codes: int32 [E, N, K / 8], eight codes (value + 8) a word along K, lowest nibble first, as compressed-tensors'
         pack-quantized has them; or int32 [E, N, K], one code 0..15 each (checked, which on a GPU synchronises once).
-    scale: bfloat16 [E, N, K / 32], one for an output and 32 consecutive k. N and K are multiples of 64.
+    scale: bfloat16 [E, N, K / 32], one for an output and 32 consecutive k, below 2^31 in magnitude (checked, which on a
+        GPU synchronises). N and K are multiples of 64.
     gated: the first N / 2 rows are gates, the others their up rows (w13); results then come in that order as well.
     Raises TypeError or ValueError for anything else: another group size, zero points and other types are not served.
     """
     shape, plain = _checkpoint_shape(codes, scale, gated)
     check_devices({"codes": codes, "scale": scale})
+    _check_scales(scale)
     if not codes.is_cuda:
         words = layout.words_from_codes(codes) if plain else codes
         return PackedW4A16(layout.pack(words, scale, gated=gated), shape)
@@ -70,6 +74,7 @@ def pack_expert(packed: PackedW4A16, expert: int, codes: torch.Tensor, scale: to
     check_devices({"packed": place, "codes": codes, "scale": scale})
     if codes.is_cuda:
         check_memory({"codes": codes, "scale": scale}, {"packed": place})
+        _check_scales(scale)
         _pack_on_gpu(codes, scale, place, given, plain)
     else:
         place.copy_(pack_w4a16(codes[None], scale[None], gated=shape.gated).data)
@@ -92,6 +97,13 @@ def _pack_on_gpu(codes: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, s
     launch.pack(codes, scale, data, wrong, shape, plain=plain)
     if plain and int(wrong):
         raise ValueError(f"codes: expected 0 to 15 (value + 8), got {int(codes.min())} to {int(codes.max())}")
+
+
+def _check_scales(scale: torch.Tensor) -> None:
+    """The kernels multiply a scale by 2^96 before it meets a code, which above the limit is infinite."""
+    least, most = float(scale.min()), float(scale.max())
+    if not (least > -SCALE_LIMIT and most < SCALE_LIMIT):  # so that NaN fails
+        raise ValueError(f"scale: expected magnitudes below 2^31, got {least:g} to {most:g}")
 
 
 def _checkpoint_shape(codes: torch.Tensor, scale: torch.Tensor, gated: bool) -> tuple[WeightShape, bool]:

@@ -63,7 +63,7 @@ def partial_files(tree: Tree) -> list[Path]:
     ]
 
 
-def test_eight_builders_one_killed(tree: Tree, built: Tree) -> None:
+def test_r06_eight_builders_one_killed(tree: Tree, built: Tree) -> None:
     builders = [start(tree.root) for _ in range(8)]
     wait_for(tree.work, 3)
     victim = builders[0]
@@ -79,7 +79,7 @@ def test_eight_builders_one_killed(tree: Tree, built: Tree) -> None:
 
 
 @pytest.mark.parametrize("files", [1, 8, 20])
-def test_killed_at_any_moment(tree: Tree, built: Tree, files: int) -> None:
+def test_r06_killed_at_any_moment(tree: Tree, built: Tree, files: int) -> None:
     killed = start(tree.root)
     wait_for(tree.work, files)
     killed.send_signal(signal.SIGKILL)
@@ -132,3 +132,40 @@ from chord.build.builder import build
 from chord.build.tree import Tree
 print(build(tree=Tree(Path(sys.argv[1])), jobs=2, progress=lambda step: print(step.outcome, flush=True)).cubins)
 """
+
+
+TOGETHER = """
+import sys, threading
+sys.path[:0] = sys.argv[2:]
+from unit.registry.fakes import FakeApi
+from chord.registry import Registry
+from chord.registry.driver import Driver
+from chord.registry.loading import Loader
+print("ready", flush=True)
+sys.stdin.readline()
+registry = Registry.open(sys.argv[1])
+registry._loader = Loader(Driver(FakeApi()))
+assert registry.verify().ok
+for name, program in registry.programs(arch="sm_90a").items():
+    registry.load(name)
+print(len(registry._loader.driver.api.images))
+"""
+
+
+def test_r06_eight_processes_open_verify_and_load_together(built: Tree) -> None:
+    paths = [str(_paths.PACKAGE.parent), str(_paths.PACKAGE.parent / "tests")]
+    command = [sys.executable, "-c", TOGETHER, str(built.root), *paths]
+    readers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    for reader in readers:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "ready\n"
+    for reader in readers:  # all at once
+        assert reader.stdin is not None
+        reader.stdin.write("go\n")
+        reader.stdin.flush()
+    for reader in readers:
+        out, err = reader.communicate(timeout=120)
+        assert (reader.returncode, out, err) == (0, f"{toytree.PROGRAMS}\n", "")

@@ -33,7 +33,7 @@ def fail(tree: Tree) -> BuildFailedError:
     return caught.value
 
 
-def test_an_error_on_one_architecture_alone(built: Tree) -> None:
+def test_r25_an_error_on_one_architecture_alone(built: Tree) -> None:
     body = "    constexpr int kThreads"
     toytree.edit(built.root, SINGLE, body, f"#if __CUDA_ARCH__ == 1030\n    nowhere(factor);\n#endif\n{body}")
     error = fail(built)
@@ -50,7 +50,7 @@ def test_an_error_on_one_architecture_alone(built: Tree) -> None:
     assert str(first.kept_source) in text
 
 
-def test_finished_work_is_reused_next_time(built: Tree) -> None:
+def test_r25_finished_work_is_reused_next_time(built: Tree) -> None:
     toytree.edit(built.root, "templates/include/common/base.cuh", "1.0f", "2.0f")
     toytree.edit(built.root, SINGLE, "kThreads = ", "kThreads = nowhere + ")
     assert len(fail(built).failures) == 4 * 3
@@ -68,7 +68,7 @@ def test_a_mistake_in_a_header_does_not_bury_the_reader(built: Tree) -> None:
     assert text.count(" for sm_100a: common/base.cuh:5") == toytree.PROGRAMS
 
 
-def test_an_undefined_name_in_a_template(built: Tree) -> None:
+def test_r25_an_undefined_name_in_a_template(built: Tree) -> None:
     toytree.edit(built.root, SINGLE, "+ {{ num_tokens }}", "+ {{ num_token }}")
     error = fail(built)
     assert [failure.where for failure in error.failures] == ["templates/toy/single.cu.j2:5"] * 12
@@ -90,7 +90,7 @@ def test_a_template_that_is_not_there(built: Tree) -> None:
         ("#include <cuda_fp16.h>", "'cuda_fp16.h' is not under templates/include"),
     ],
 )
-def test_what_would_escape_the_closure(built: Tree, line: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r24_what_would_escape_the_closure(built: Tree, line: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(built.root)
     (built.root / "local.cuh").write_text("")
     toytree.edit(built.root, SINGLE, '#include "toy/scale.cuh"', f'#include "toy/scale.cuh"\n{line}')
@@ -165,7 +165,9 @@ def test_a_registry_of_another_version_is_not_published(built: Tree) -> None:
         (Result(cubin=None, log="worker gone"), "worker gone"),
     ],
 )
-def test_results_that_are_no_cubins(built: Tree, result: Result, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r25_results_that_are_no_cubins(
+    built: Tree, result: Result, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.rmtree(built.work)
     monkeypatch.setattr(CompilerPool, "_compile", lambda self, request: result)
     assert said in fail(built).failures[0].log

@@ -126,6 +126,37 @@ def test_graph_replays_follow_a_changing_plan(device):
         assert (out.view(torch.int16)[~named] == checks.POISON).all()
 
 
+def test_scales_of_any_size_are_exact(device):
+    """A power of two in the scales is the same power of two in the result, bit for bit: nothing is rounded twice."""
+    shape = SHAPES["gated_short_group"]
+    case = checks.gemm_case(shape, 50, 8, 8, "random", device)
+    named = case.expert_of >= 0
+    for power in (-60, 30):
+        packed = chord.pack_w4a16(case.words, case.scales * 2.0**power, gated=shape.gated)
+        for name in programs(device, shape):
+            _, plain = checks.poisoned_output(case)
+            checks.run_program(case, name, plain)
+            _, scaled = checks.poisoned_output(case)
+            checks.run_program(case._replace(packed=packed), name, scaled)
+            assert torch.equal(scaled[named], plain[named] * 2.0**power), (name, power)
+
+
+@pytest.mark.parametrize("block_m", [8, 64])
+@pytest.mark.parametrize("tokens", [190, 2600])
+def test_tiles_of_many_widths_are_right_in_any_order(tokens, block_m, device, expect_none):
+    """Experts with few rows and with hundreds: tiles of every width, sorted by it, and plans of many chunks."""
+    shape = WeightShape(48, 320, 256)
+    skewed = (torch.rand(tokens * 4, generator=torch.Generator().manual_seed(tokens)) ** 2 * 48).long()
+    case = checks.gemm_case(shape, tokens, 4, block_m, "random", device, weighted=True)
+    for strange in (False, True):
+        case = case._replace(
+            expert_of=skewed, plan=checks.plan_of(skewed, shape.experts, block_m, device, strange=strange)
+        )
+        expected = checks.Expected.of(case)
+        problems = [p for program in programs(device, shape) for p in checks.gemm_problems(case, expected, program)]
+        expect_none(problems)
+
+
 def test_two_streams_do_not_disturb_each_other(device):
     cases = [checks.gemm_case(SHAPES["short_group"], 60, 4, 8, "random", device, seed=seed) for seed in range(2)]
     name = next(iter(programs(device)))

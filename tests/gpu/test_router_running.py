@@ -59,6 +59,22 @@ def test_graph_replays_route_new_values(tokens, device, expect_none):
     expect_none(problems)
 
 
+def test_a_workspace_serves_thousands_of_launches(device, expect_none):
+    """`spread` numbers its launches; after 4095 of them the number reaches a packet's second word."""
+    case, settings = normal_case(130, 896, torch.float32, device), Settings(8)
+    buffers, prepared = prepared_on(case, settings)
+    for _ in range(4094):
+        prepared()
+    problems = []
+    for seed in range(1, 6):
+        case.logits.copy_(normal_case(130, 896, torch.float32, device, seed).logits)
+        buffers.topk_weights.fill_(float("nan"))
+        poison(buffers.plan)
+        prepared()
+        problems += router_problems(case, settings, buffers)
+    expect_none(problems)
+
+
 @pytest.mark.parametrize("tokens", SIZES)
 def test_eager_calls_inside_a_capture(tokens, device, expect_none):
     """The operator allocates inside the graph's pool; a self-resetting workspace belongs to the graph alone.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -186,3 +188,48 @@ def test_editable_install_reads_the_checkout(
     assert found["package"] == str(clone / "chord" / "__init__.py")
     assert found["data"] == str(clone)
     assert_nothing_of_ours_but_chord(found, site, clone)
+
+
+def test_signatures_and_receipts_travel(clone: Path, python: Python, tmp_path: Path) -> None:
+    (clone / "manifest.json.dsse").write_text("{}")
+    (clone / "registry" / "receipts").mkdir()
+    for name in ("h200.json", "h200.json.dsse", "README.md"):
+        (clone / "registry" / "receipts" / name).write_text("{}")
+    wheel, sdist = make(python, clone, tmp_path / "dist")
+    carried = {"manifest.json.dsse", "registry/receipts/h200.json", "registry/receipts/h200.json.dsse"}
+    assert carried <= {name.removeprefix("chord/_data/") for name in names_in(wheel)}
+    assert "chord/_data/registry/receipts/README.md" not in names_in(wheel)
+    with tarfile.open(sdist) as archive:
+        assert carried <= {name.partition("/")[2] for name in archive.getnames()}
+
+
+def test_a_commit_is_reproduced_from_a_clean_clone(clone: Path, tmp_path: Path) -> None:
+    """scripts/reproduce.sh, in this environment instead of a fresh one, and a deployed folder with other bytes."""
+    build(tree=Tree(clone), jobs=2)
+    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    for words in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "all")):
+        subprocess.run(["git", *words], cwd=clone, check=True)
+    deployed = tmp_path / "deployed"
+    shutil.copytree(clone / "build" / "out" / "cubins", deployed / "cubins")
+    shutil.copy(clone / "manifest.json", deployed)
+    shutil.rmtree(clone / "build" / "out")
+    command = ["bash", str(clone / "scripts" / "reproduce.sh"), "HEAD", str(deployed)]
+
+    def reproduce() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "VENV": str(Path(sys.executable).parents[1])}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    done = reproduce()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{toytree.CUBINS} compiled" in done.stdout
+    assert "reproduced: " in done.stdout
+    assert not (clone / "build" / "out").exists(), "the checkout is left alone"
+    victim = next((deployed / "cubins").iterdir())
+    victim.write_bytes(victim.read_bytes()[:-1] + b"!")
+    assert "1 mismatch" in (refused := reproduce()).stdout
+    assert refused.returncode == 1
+    toytree.edit(clone, "templates/toy/single.cu.j2", "+ {{ num_tokens }}", "- {{ num_tokens }}")
+    subprocess.run(["git", *identity, "commit", "-q", "-am", "changed"], cwd=clone, check=True)
+    refused = reproduce()
+    assert refused.returncode == 1
+    assert "is not what its sources give" in refused.stderr

@@ -40,13 +40,12 @@ struct Few {
     static constexpr u32 SELECTORS = Selection::SELECTORS;
     static constexpr u32 STEPS = 8;
     static constexpr u32 MEMBERS = GROUPS * WARPS;
-    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : MEMBERS;
-    static constexpr u32 kAll = 15;  // barrier of all members, of a cluster of one
+    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : REHEARSAL == Rehearsal::kOwn ? MEMBERS : 1;
     static constexpr i32 THREADS = (MEMBERS + (REHEARSAL == Rehearsal::kFurther ? STEPS : 0)) * kWarp;
     static constexpr u32 PLAN_STEP = 5;             // the first one of a warp without a row
     static constexpr u32 WEIGHTS_WARP = WARPS - 1;  // these two hold no experts, or few
     static constexpr u32 PAIRS_WARP = WARPS - 2;
-    static_assert(CLUSTER <= kWarp, "a lane sends to one CTA");
+    static_assert(CLUSTER > 1 && CLUSTER <= kWarp, "a lane sends to one CTA");
 
     struct Shared {
         u64 arrived;  // mbarrier: all rows' words are here
@@ -66,14 +65,15 @@ struct Few {
         u32 cta;
         u32 words;    // shared address of all rows' words
         u32 arrived;  // of the mbarrier
-        RowBarriers barriers;
+        u32 barrier;  // of the row's warps
         bool live;
+        bool plans;  // whether the warp writes some of the plan, and so needs it
     };
 
     static __device__ __forceinline__ void run(const FewArguments& a, Shared& shared) {
         const u32 thread = threadIdx.x % (WARPS * kWarp);
         Here h;
-        h.cta = CLUSTER > 1 ? ptx::cluster_rank() : 0;
+        h.cta = ptx::cluster_rank();
         h.row = h.cta + CLUSTER * (threadIdx.x / (WARPS * kWarp));
         const auto* logits = static_cast<const Logit*>(a.logits) + static_cast<u64>(h.row) * E;
         typename Selection::Row loaded;
@@ -87,7 +87,7 @@ struct Few {
         h.row = h.cta + CLUSTER * h.group;
         h.words = ptx::shared_address(shared.words);
         h.arrived = ptx::shared_address(&shared.arrived);
-        h.barriers = {1 + 2 * h.group, 2 + 2 * h.group};
+        h.barrier = 1 + h.group;
         const u32 scratch = shared.row[0].address() + h.group * sizeof(typename Selection::Scratch);
         open(a, h);
         if (member && h.warp == 0) Selection::prepare(scratch, h.lane);
@@ -95,9 +95,10 @@ struct Few {
         Plan plan{};
         u32 local = kNotLocal;
         h.s = ptx::shared_address(shared.rehearsal) + warp % REHEARSERS * sizeof(typename Selection::Mock);
-        typename Selection::Row data = Selection::make_up(h.s, h.lane, state);
-        const u32 first_live = h.row >= a.num_tokens ? PLAN_STEP : h.warp < SELECTORS ? 0 : 2;
         h.live = REHEARSAL != Rehearsal::kOwn && member;
+        h.plans = needs_plan(a, h);
+        typename Selection::Row data = Selection::make_up(h.s, !h.live, h.lane, state);
+        const u32 first_live = h.row >= a.num_tokens ? PLAN_STEP : 0;
         u32 first = h.live ? first_live : h.warp % STEPS;
         if (h.live) {
             meet();
@@ -120,20 +121,18 @@ struct Few {
 private:
     // The mbarrier, and the news to the cluster that it is there.
     static __device__ __forceinline__ void open(const FewArguments& a, const Here& h) {
-        if constexpr (CLUSTER > 1) {
-            if (threadIdx.x == 0) {
-                ptx::mbarrier_init(h.arrived, 1);
-                ptx::mbarrier_init_fence();
-            }
-            __syncwarp();
-            ptx::cluster_arrive_relaxed();  // the mbarrier's fence is all that it must order
-            if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(h.arrived, a.num_tokens * SELECTORS * 16);
+        if (threadIdx.x == 0) {
+            ptx::mbarrier_init(h.arrived, 1);
+            ptx::mbarrier_init_fence();
         }
+        __syncwarp();
+        ptx::cluster_arrive_relaxed();  // the mbarrier's fence is all that it must order
+        if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(h.arrived, a.num_tokens * SELECTORS * 16);
     }
 
     // Nothing is sent before all CTAs have opened. The wait is over long before the logits are here.
     static __device__ __forceinline__ void meet() {
-        if (CLUSTER > 1) ptx::cluster_wait_acquire();
+        ptx::cluster_wait_acquire();
     }
 
     // All steps from `first` on that are this warp's, or, in a rehearsal, that step. `local`: the lane's winner by its local
@@ -142,32 +141,27 @@ private:
                                                 const typename Selection::Row& data, u32 first, State& state, u32& local,
                                                 Plan& plan) {
         const bool has_row = h.row < a.num_tokens;
+        const bool selects = h.warp < SELECTORS;
         switch (first) {
             case 0:
-                Selection::bound(h.s, data, h.warp, h.lane, state);
+                if (!h.live || selects) Selection::bound(h.s, data, h.warp, h.lane, state);
                 if (!h.live) break;
-                ptx::barrier_sync_aligned(h.barriers.selectors, SELECTORS * kWarp);
+                ptx::barrier_sync_aligned(h.barrier, Selection::ROW_THREADS);
                 [[fallthrough]];
             case 1:
-                Selection::pick(h.s, h.warp, h.lane, state);
+                Selection::pick(h.s, {h.barrier}, logits, a.bias, h.warp, h.lane, h.live, state);
                 if (!h.live) break;
                 [[fallthrough]];
             case 2:
-                if (h.live) {
-                    ptx::barrier_sync_aligned(h.barriers.row, Selection::ROW_THREADS);
-                    const u32 total = ptx::load_shared(h.s + Selection::Scratch::kTotal);
-                    if (!Selection::is_right(total))
-                        Selection::recover(h.s, logits, a.bias, h.warp, h.lane, total, state, h.barriers);
-                }
                 Selection::compare(h.s, h.warp, h.lane, state);
                 if (!h.live) break;
-                ptx::barrier_sync_aligned(h.barriers.row, Selection::ROW_THREADS);
+                ptx::barrier_sync_aligned(h.barrier, Selection::ROW_THREADS);
                 [[fallthrough]];
             case 3:
                 Selection::settle(h.s, h.lane, state);
                 state.mine.wins = state.mine.wins && h.live;
                 local = local_expert(a, state.mine);
-                if (!h.live || h.warp < SELECTORS) send_words(h, local);
+                if (!h.live || selects) send_words(h, local);
                 if (!h.live) break;
                 [[fallthrough]];
             case 4:
@@ -175,7 +169,8 @@ private:
                 if (!h.live) break;
                 [[fallthrough]];
             case PLAN_STEP:
-                if (h.live) await_words(h);
+                if (h.live && !h.plans) break;
+                if (h.live) ptx::mbarrier_wait_cluster(h.arrived, 0);
                 plan.build(h.words, h.live ? a.num_tokens : 0, block_m(a), h.lane);
                 if (!h.live) break;
                 [[fallthrough]];
@@ -211,19 +206,23 @@ private:
         if (!h.live) return;
         const uint4 four = make_uint4(words[0], words[1], words[2], words[3]);
         const u32 to = h.words + (h.row * SELECTORS + h.warp) * 16;
-        if constexpr (CLUSTER == 1) {
-            ptx::store_shared_if(h.lane == 0, to, four);
-        } else if (h.lane < CLUSTER) {
-            ptx::store_async(ptx::map_shared(to, h.lane), ptx::map_shared(h.arrived, h.lane), four);
-        }
+        if (h.lane < CLUSTER) ptx::store_async(ptx::map_shared(to, h.lane), ptx::map_shared(h.arrived, h.lane), four);
     }
 
-    static __device__ __forceinline__ void await_words(const Here& h) {
-        if constexpr (CLUSTER == 1) {
-            ptx::barrier_sync_aligned(kAll, MEMBERS * kWarp);
-        } else {
-            ptx::mbarrier_wait_cluster(h.arrived, 0);
-        }
+    // All rows' words are read by every warp that builds the plan, from one memory: the others keep away from it. The first
+    // warp never does, so that no CTA leaves before all that is sent to it has come.
+    static __device__ __forceinline__ bool needs_plan(const FewArguments& a, const Here& h) {
+        const bool first = h.warp == 0 && h.group == 0;
+        const bool writes_pairs = h.warp == PAIRS_WARP && h.row < a.num_tokens;
+        return first || writes_pairs || first_span(h) < SPANS || writes_totals(h);
+    }
+
+    static __device__ __forceinline__ u32 first_span(const Here& h) {
+        return h.cta + CLUSTER * (h.group * WARPS + h.warp);
+    }
+
+    static __device__ __forceinline__ bool writes_totals(const Here& h) {
+        return h.cta == CLUSTER - 1 && h.group == 0 && h.warp == WEIGHTS_WARP;
     }
 
     static __device__ __forceinline__ void write_row(const FewArguments& a, const Here& h, const Settled& mine) {
@@ -273,10 +272,9 @@ private:
 
     // Counts and offsets of every CLUSTER-th span of 32 experts, shared among the CTA's warps; and the totals.
     static __device__ __forceinline__ void write_experts(const FewArguments& a, const Here& h, const Plan& plan) {
-        const u32 warp = h.group * WARPS + h.warp;
         const i32 bm = block_m(a);
 #pragma unroll 1
-        for (u32 span = h.cta + CLUSTER * warp; span < SPANS; span += CLUSTER * GROUPS * WARPS) {
+        for (u32 span = first_span(h); span < SPANS; span += CLUSTER * GROUPS * WARPS) {
             const u32 expert = span * 32 + h.lane;
             const typename Plan::Expert e = plan.at(expert);
             if (h.live && expert < static_cast<u32>(a.num_local_experts)) {
@@ -285,7 +283,7 @@ private:
                 a.plan.expert_offsets[expert] = e.first_block * bm;
             }
         }
-        if (h.live && h.cta == CLUSTER - 1 && warp == WEIGHTS_WARP && h.lane == 0) {
+        if (h.live && writes_totals(h) && h.lane == 0) {
             a.plan.expert_offsets[a.num_local_experts] = plan.total * bm;
             a.plan.num_tokens_post_padded[0] = plan.total * bm;
         }

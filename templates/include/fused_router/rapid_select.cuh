@@ -5,8 +5,9 @@
 // 1. bound   A bound = the largest key of a warp's 32 experts at one place of the 4. All bounds to shared memory; barrier.
 // 2. pick    A limit a little below the mean of the bounds is guessed; experts that reach it become candidates (896 experts
 //            of random rows: mean 24) in arbitrary order; barrier. The guess is good if there are K to 32 of them (97 % of
-//            random rows). Otherwise the warps bisect a limit between two bounds, and where ties leave none, one warp
-//            selects the K winners exactly and they are the candidates.
+//            random rows). Otherwise the same code runs again with a limit nearby, then with one in the middle of what is
+//            left between the bounds; and where ties leave none, one warp selects the K winners exactly and they are the
+//            candidates.
 // 3. compare Each warp ranks 4 candidates against all: a ballot of those before it, one of those with lower ids; barrier.
 // 4. settle  Every warp then knows from one ballot who wins and in which place.
 //
@@ -20,12 +21,6 @@
 #include "ptx/sync.cuh"
 
 namespace fused_router {
-
-// A warp's barriers: of the selectors, and of all 8 warps of the row.
-struct RowBarriers {
-    u32 selectors;
-    u32 row;
-};
 
 // One place of 32: a candidate as a lane sees it after settle().
 struct Settled {
@@ -58,9 +53,8 @@ struct RapidSelect {
         static constexpr u32 kList = kBounds + 32 * 4;             // candidates: key, id, weight term, unused
         static constexpr u32 kMarks = kList + CANDIDATES * 16;     // of each: mask of candidates with lower ids, whether it wins
         static constexpr u32 kTerms = kMarks + CANDIDATES * 8;     // K weight terms, ascending id
-        static constexpr u32 kTotal = kTerms + K * 4;              // number of candidates; may exceed the places
-        static constexpr u32 kCounts = kTotal + 4;                 // 3 counters of the bisection
-        static constexpr u32 kKeys = kCounts + 12;                 // E keys, of select_exact only
+        static constexpr u32 kTotals = kTerms + K * 4;             // 3 numbers of candidates, used in turn; may exceed the places
+        static constexpr u32 kKeys = kTotals + 16;                 // E keys, of select_exact only
         static constexpr u32 kBytes = kKeys + E * 4;
         uint4 memory[kBytes / 16];
         static_assert(kKeys % 16 == 0 && kBytes % 16 == 0, "scratch is laid out in 16-byte units");
@@ -84,6 +78,7 @@ struct RapidSelect {
     struct State {
         u32 key[4];
         f32 score[4];
+        u32 total;  // candidates
         Settled mine;
     };
 
@@ -93,12 +88,12 @@ struct RapidSelect {
         return {load_raw4(row + at), ptx::load_readonly_v4(bias + at)};
     }
 
-    // By one selector, before its bound().
+    // By one warp, before a barrier that comes before pick().
     static __device__ __forceinline__ void prepare(u32 s, u32 lane) {
-        ptx::store_shared_if(lane < 4, s + Scratch::kTotal + lane % 4 * 4, 0u);
+        ptx::store_shared_if(lane < 4, s + Scratch::kTotals + lane % 4 * 4, 0u);
     }
 
-    // Step 1, by the selectors; their barrier follows.
+    // Step 1, by the selectors; the row's barrier follows.
     static __device__ __forceinline__ void bound(u32 s, const Row& row, u32 warp, u32 lane, State& state) {
         const Logits4 x = as_logits(row.logits);
         const Logits4 b = as_logits(row.bias);
@@ -113,33 +108,51 @@ struct RapidSelect {
         ptx::store_shared_if(lane == 0, s + Scratch::kBounds + warp * 16, make_uint4(top[0], top[1], top[2], top[3]));
     }
 
-    // Step 2, by the selectors; the row's barrier follows, and then recover().
-    static __device__ __forceinline__ void pick(u32 s, u32 warp, u32 lane, const State& state) {
-        list(s, guess(s, lane), warp, lane, state);
-    }
+    // The rows that select together, each with 8 warps and a scratch of its own, one behind the other: when one of them has
+    // to look for another limit, all do, so that all warps go through the same barriers.
+    struct Together {
+        u32 barrier;  // of the warps of all GROUPS
+        u32 first;    // scratch of the first row
+        u32 rows;     // that there are now
+        bool here;    // whether these 8 warps have one of them
+    };
 
-    // Whether this many candidates can be ranked as they are.
-    static __device__ __forceinline__ bool is_right(u32 total) {
-        return total - K <= CANDIDATES - K;
-    }
-
-    // Makes the candidates right; by all 8 warps. Ends with the row's barrier.
-    static __device__ __forceinline__ void recover(u32 s, const Logit* row, const f32* bias, u32 warp, u32 lane, u32 total,
-                                                   const State& state, const RowBarriers& barriers) {
-        const bool selects = warp < SELECTORS;
-        const u32 limit = bisect(s, total, selects ? state.key[0] : 0, selects ? state.key[1] : 0,
-                                 selects ? state.key[2] : 0, selects ? state.key[3] : 0, lane, barriers.row);
-        if (limit != kNanKey) {
-            if (selects) list(s, limit, warp, lane, state);
-        } else if (warp == 0) {
-            select_exact(s, row, bias, lane);
+    // Step 2, by all 8 warps, after a barrier; ends with one. In a rehearsal (not `live`) without.
+    template <i32 GROUPS = 1>
+    static __device__ __forceinline__ void pick(u32 s, const Together& all, const Logit* row, const f32* bias, u32 warp,
+                                                u32 lane, bool live, State& state) {
+        const bool idle = GROUPS > 1 && !all.here;
+        Search search{idle ? 1 : guess(s, lane), 0, 0, false};
+        u32 total_at = Scratch::kTotals;
+#pragma unroll 1
+        for (u32 turn = 0;; ++turn) {
+            if (idle) {
+                // only goes along
+            } else if (search.ended) {
+                if (warp == 0) select_exact(s, total_at, row, bias, lane);
+            } else if (!live || warp < SELECTORS) {
+                list(s, total_at, search.limit, warp, lane, state);
+            }
+            if (!live) return;
+            ptx::barrier_sync_aligned(all.barrier, GROUPS * ROW_THREADS);
+            state.total = ptx::load_shared(s + total_at);
+            bool right = GROUPS > 1 || is_right(state.total);
+#pragma unroll
+            for (u32 g = 0; GROUPS > 1 && g < GROUPS; ++g)
+                right = right && (g >= all.rows || is_right(ptx::load_shared(all.first + g * sizeof(Scratch) + total_at)));
+            // All lanes know the same; the vote tells the compiler.
+            if (__all_sync(kFullWarp, right)) return;
+            if (!idle && __any_sync(kFullWarp, !is_right(state.total))) narrow(search, s, state.total, turn, lane);
+            // The number of the turn before is read by nobody any more, and of use again after the next barrier.
+            const u32 before = total_at == Scratch::kTotals ? total_at + 8 : total_at - 4;
+            ptx::store_shared_if(warp == 0 && lane == 0, s + before, 0u);
+            total_at = total_at == Scratch::kTotals + 8 ? Scratch::kTotals : total_at + 4;
         }
-        ptx::barrier_sync_aligned(barriers.row, ROW_THREADS);
     }
 
     // Step 3, by all 8 warps; the row's barrier follows.
     static __device__ __forceinline__ void compare(u32 s, u32 warp, u32 lane, State& state) {
-        const u32 total = ptx::load_shared(s + Scratch::kTotal);
+        const u32 total = state.total;
         const uint4 own = ptx::load_shared_v4(s + Scratch::kList + lane * 16);
         uint2 target[TARGETS];
 #pragma unroll
@@ -185,14 +198,15 @@ struct RapidSelect {
         return weight_of(__uint_as_float(mine.term), sum_terms<K>(all), renormalize, factor);
     }
 
-    // Made-up data on which every step takes its usual path, for rehearsals.
-    static __device__ __forceinline__ Row make_up(u32 s, u32 lane, State& state) {
-        ptx::store_shared_if(lane < K, s + Scratch::kTerms + lane % K * 4, __float_as_uint(1.0f));
+    // Made-up data on which every step takes its usual path, for rehearsals; `writes`: in `s` too, a mock.
+    static __device__ __forceinline__ Row make_up(u32 s, bool writes, u32 lane, State& state) {
+        ptx::store_shared_if(writes && lane < K, s + Scratch::kTerms + lane % K * 4, __float_as_uint(1.0f));
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) {
             state.key[c] = lane;
             state.score[c] = 1.0f;
         }
+        state.total = K;
         state.mine = {false, 0, lane, __float_as_uint(1.0f)};
         Row row;
         row.logits = Raw();
@@ -204,6 +218,36 @@ private:
     // How far below the bounds' mean the guess is, in 32nds of the mean's distance to the lowest bound.
     static constexpr u32 kBelowMean = BOUNDS >= 24 ? 3 : 12;
 
+    // Whether this many candidates can be ranked as they are.
+    static __device__ __forceinline__ bool is_right(u32 total) {
+        return total - K <= CANDIDATES - K;
+    }
+
+    // K or more keys reach `least`, fewer reach `most`; both are known from the second turn on.
+    struct Search {
+        u32 limit;
+        u32 least;
+        u32 most;
+        bool ended;  // no limit is left
+    };
+
+    // Another limit after `total` keys reached the last one: first one nearby, then the middle.
+    static __device__ __forceinline__ void narrow(Search& search, u32 s, u32 total, u32 turn, u32 lane) {
+        if (turn == 0) {
+            const u32 own = ptx::load_shared(s + Scratch::kBounds + lane * 4);
+            search.least = ptx::warp_min(lane < BOUNDS ? own : 0xffffffffu);
+            search.most = ptx::warp_max(lane < BOUNDS ? own : 0u) + 1;
+        }
+        const u32 step = (search.limit - search.least) / 8;
+        const bool few = total < K;
+        const u32 nearby = few ? search.limit - step : search.limit + step;
+        (few ? search.most : search.least) = search.limit;
+        const u32 middle = search.least + (search.most - search.least) / 2;
+        const bool inside = nearby > search.least && nearby < search.most;
+        search.limit = turn == 0 && inside ? nearby : middle;
+        search.ended = __all_sync(kFullWarp, search.most - search.least <= 1);
+    }
+
     static __device__ __forceinline__ u32 guess(u32 s, u32 lane) {
         const u32 own = ptx::load_shared(s + Scratch::kBounds + lane * 4);
         const bool bound = lane < BOUNDS;
@@ -214,7 +258,7 @@ private:
         return max(mean - (mean - low) / 32 * kBelowMean, 1u);  // never NaN's key
     }
 
-    static __device__ __forceinline__ void list(u32 s, u32 limit, u32 warp, u32 lane, const State& state) {
+    static __device__ __forceinline__ void list(u32 s, u32 total_at, u32 limit, u32 warp, u32 lane, const State& state) {
         bool in[4];
         u32 count = 0;
 #pragma unroll
@@ -223,7 +267,7 @@ private:
             count += in[c];
         }
         u32 at = CANDIDATES;
-        if (count != 0) at = ptx::shared_fetch_add(s + Scratch::kTotal, count);
+        if (count != 0) at = ptx::shared_fetch_add(s + total_at, count);
         __syncwarp();
 #pragma unroll
         for (i32 c = 0; c < 4; ++c) {
@@ -233,59 +277,9 @@ private:
         }
     }
 
-    // Keys of the whole row that reach `limit`. `turn` counts the calls from 0.
-    static __device__ __forceinline__ u32 count_reaching(u32 s, const u32 (&key)[4], u32 limit, u32 turn, u32 lane, u32 barrier) {
-        const u32 counter = s + Scratch::kCounts + turn % 3 * 4;
-        u32 own = 0;
-#pragma unroll
-        for (i32 c = 0; c < 4; ++c) own += key[c] >= limit;
-        own = ptx::warp_sum(own);
-        if (lane == 0) ptx::shared_fetch_add(counter, own);
-        __syncwarp();
-        ptx::barrier_sync_aligned(barrier, ROW_THREADS);
-        // The counter of the call before is read by nobody any more, and of use again after the next barrier.
-        ptx::store_shared_if(lane == 0 && turn > 0, s + Scratch::kCounts + (turn + 2) % 3 * 4, 0u);
-        return ptx::load_shared(counter);
-    }
-
-    // A limit that K to 32 keys reach, or kNanKey if there is none; the list is empty again. A limit lies between the lowest
-    // bound, which all bounds reach, and the largest.
-    static __device__ __noinline__ u32 bisect(u32 s, u32 total, u32 key0, u32 key1, u32 key2, u32 key3, u32 lane,
-                                              u32 barrier) {
-        const u32 key[4] = {key0, key1, key2, key3};
-        const u32 own = ptx::load_shared(s + Scratch::kBounds + lane * 4);
-        const u32 guessed = guess(s, lane);
-        u32 least = ptx::warp_min(lane < BOUNDS ? own : 0xffffffffu);    // K or more reach it
-        u32 most = ptx::warp_max(lane < BOUNDS ? own : 0u) + 1;          // fewer than K reach it
-        if (total < K) {
-            most = guessed;
-        } else {
-            least = max(guessed, least);
-        }
-        u32 found = kNanKey;
-        u32 turn = 0;
-#pragma unroll 1
-        while (most > least + 1) {
-            const u32 middle = least + (most - least) / 2;
-            const u32 count = count_reaching(s, key, middle, turn, lane, barrier);
-            ++turn;
-            if (count < K) {
-                most = middle;
-            } else {
-                least = middle;
-                found = count <= CANDIDATES ? middle : kNanKey;
-                if (found != kNanKey) break;
-            }
-        }
-        ptx::barrier_sync_aligned(barrier, ROW_THREADS);
-        prepare(s, lane);
-        ptx::barrier_sync_aligned(barrier, ROW_THREADS);
-        return found;
-    }
-
     // Any row, by one warp: finds the K-th largest key bit by bit, then takes the lowest ids among its equals. The winners
     // become the candidates.
-    static __device__ __noinline__ void select_exact(u32 s, const Logit* row, const f32* bias, u32 lane) {
+    static __device__ __noinline__ void select_exact(u32 s, u32 total_at, const Logit* row, const f32* bias, u32 lane) {
 #pragma unroll 4
         for (u32 e = lane; e < E; e += kWarp)
             ptx::store_shared_if(true, s + Scratch::kKeys + e * 4,
@@ -310,7 +304,7 @@ private:
                                  make_uint4(key, e, __float_as_uint(term), 0));
             slot += __popc(mask);
         }
-        ptx::store_shared_if(lane == 0, s + Scratch::kTotal, static_cast<u32>(K));
+        ptx::store_shared_if(lane == 0, s + total_at, static_cast<u32>(K));
         __syncwarp();
     }
 

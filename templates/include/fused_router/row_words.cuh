@@ -39,13 +39,16 @@ struct RowWords {
     // From the words at shared address `words`, SPANS of each of the first `rows` rows.
     __device__ __forceinline__ void build(u32 words, u32 rows, i32 bm, u32 lane) {
         const u32 own = words + (lane < SPANS ? lane : 0) * 4;
-        const u32 mask = lane < SPANS ? 0xffffffffu : 0;
         u32 row[ROWS];
 #pragma unroll
         for (u32 r = 0; r < ROWS; ++r) row[r] = ptx::load_shared(own + r * SPANS * 4);
+        if (rows < ROWS) {
 #pragma unroll
-        for (u32 r = 0; r < ROWS; ++r) row[r] &= r < rows ? mask : 0;  // what lies beyond is anything
+            for (u32 r = 0; r < ROWS; ++r) row[r] = r < rows ? row[r] : 0;  // what lies beyond is anything
+        }
         tally(row);
+#pragma unroll
+        for (i32 i = 0; i < PLANES; ++i) plane[i] = lane < SPANS ? plane[i] : 0;
         u32 blocks = 0;
 #pragma unroll
         for (i32 i = 0; i < LEVELS; ++i) {

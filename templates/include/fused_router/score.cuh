@@ -81,11 +81,6 @@ __device__ __forceinline__ u32 key_of(f32 rank) {
     return rank == rank ? key : kNanKey;
 }
 
-// One number that orders candidates completely: larger key first, then the lower expert id. id < 2^16.
-__device__ __forceinline__ u64 order_of(u32 key, u32 id) {
-    return (static_cast<u64>(key) << 32) | (0xffffu - id);
-}
-
 // The score that a winner brings into the weights: 0 where its rank value is NaN (its key says so).
 __device__ __forceinline__ f32 weight_term(f32 score, u32 key) {
     return key == kNanKey ? 0.0f : score;

@@ -36,9 +36,9 @@ struct Solo {
     static constexpr u32 WARPS = Selection::WARPS;
     static constexpr u32 SELECTORS = Selection::SELECTORS;
     static constexpr u32 STEPS = 5;
-    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : WARPS;
+    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : REHEARSAL == Rehearsal::kOwn ? WARPS : 1;
     static constexpr i32 THREADS = (WARPS + (REHEARSAL == Rehearsal::kFurther ? STEPS : 0)) * kWarp;
-    static constexpr RowBarriers kBarriers = {1, 2};
+    static constexpr u32 kRow = 1;  // barrier of the row's warps
 
     struct Shared {
         typename Selection::Scratch row;
@@ -52,15 +52,14 @@ struct Solo {
         const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // tells the compiler that all lanes agree
         const u32 lane = threadIdx.x % kWarp;
         const bool member = warp < WARPS;
-        const bool selects = warp < SELECTORS;
         const u32 row = shared.row.address();
         if (warp == 0) Selection::prepare(row, lane);
         if (member && a.expert_map == nullptr) write_slots(a, threadIdx.x);
         const bool rehearses = REHEARSAL == Rehearsal::kOwn || !member;
         State state;
         u32 s = ptx::shared_address(shared.rehearsal) + warp % REHEARSERS * sizeof(typename Selection::Mock);
-        typename Selection::Row data = Selection::make_up(s, lane, state);
-        u32 first = rehearses ? warp % STEPS : selects ? 0 : 2;
+        typename Selection::Row data = Selection::make_up(s, rehearses, lane, state);
+        u32 first = rehearses ? warp % STEPS : 0;
         bool live = !rehearses;
         if (live) {
             data = loaded;
@@ -68,11 +67,12 @@ struct Solo {
         }
 #pragma unroll 1
         for (;;) {
-            step(a, s, logits, data, warp, lane, first, live, state);
+            // All lanes agree; told so, the compiler leaves out what diverged lanes would need.
+            step(a, s, logits, data, warp, lane, __shfl_sync(kFullWarp, first, 0), __any_sync(kFullWarp, live), state);
             if (live || !member) break;
             live = true;
             s = row;
-            first = selects ? 0 : 2;
+            first = 0;
             data = loaded;
         }
     }
@@ -82,32 +82,28 @@ private:
     static __device__ __forceinline__ void step(const SoloArguments& a, u32 s, const Logit* logits,
                                                 const typename Selection::Row& data, u32 warp, u32 lane, u32 first, bool live,
                                                 State& state) {
+        const bool selects = warp < SELECTORS;
         switch (first) {
             case 0:
-                Selection::bound(s, data, warp, lane, state);
+                if (!live || selects) Selection::bound(s, data, warp, lane, state);
                 if (!live) break;
-                ptx::barrier_sync_aligned(kBarriers.selectors, SELECTORS * kWarp);
+                ptx::barrier_sync_aligned(kRow, Selection::ROW_THREADS);
                 [[fallthrough]];
             case 1:
-                Selection::pick(s, warp, lane, state);
+                Selection::pick(s, {kRow}, logits, a.bias, warp, lane, live, state);
                 if (!live) break;
                 [[fallthrough]];
             case 2:
-                if (live) {
-                    ptx::barrier_sync_aligned(kBarriers.row, Selection::ROW_THREADS);
-                    const u32 total = ptx::load_shared(s + Selection::Scratch::kTotal);
-                    if (!Selection::is_right(total)) Selection::recover(s, logits, a.bias, warp, lane, total, state, kBarriers);
-                }
                 Selection::compare(s, warp, lane, state);
                 if (!live) break;
-                ptx::barrier_sync_aligned(kBarriers.row, Selection::ROW_THREADS);
+                ptx::barrier_sync_aligned(kRow, Selection::ROW_THREADS);
                 [[fallthrough]];
             case 3:
                 Selection::settle(s, lane, state);
                 state.mine.wins = state.mine.wins && live;
                 if (a.expert_map != nullptr && live) {
                     write_mapped(a, state.mine, warp, lane);
-                } else if (!live || warp < SELECTORS) {
+                } else if (!live || selects) {
                     write_experts(a, state.mine, warp, lane, live);
                 }
                 if (warp != WARPS - 1) break;

@@ -33,6 +33,8 @@ __device__ __forceinline__ void multiply_item(const Problem& problem, MathWarp<T
     if (width == kWidth) {
         f32 acc[kWidth / 2] = {};
         Loop<T>::template run<kWidth>(warp, acc);
+#pragma unroll
+        for (u32 i = 0; i < kWidth / 2; ++i) acc[i] *= kUnit;
         store_strip<T, kWidth>(problem, acc, warp.shared, slot, warp.group, output);
     } else if constexpr (kWidth < T::max_rows) {
         multiply_item<T, Loop, T::next_width(kWidth)>(problem, warp, width, slot, output);
@@ -74,11 +76,7 @@ __device__ __forceinline__ void run(const Problem& problem, const Rows& rows) {
         Loop<T>::enter_producer();
         ptx::grid_launch_dependents();  // of a next kernel that waits for this one's end where it needs it
         ptx::grid_dependency_wait();    // the plan and the rows may come from the kernel before
-        if (warp == T::math_warps) {
-            stream_weights<T>(problem, rows, shared);
-        } else {
-            gather_tokens<T>(problem, rows, shared);
-        }
+        produce<T>(problem, rows, shared);
     }
 }
 

@@ -3,6 +3,7 @@
 #include "common/types.cuh"
 #include "gemm/dequantize.cuh"
 #include "gemm/tile.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 
 namespace gemm {
@@ -19,6 +20,11 @@ struct MathWarp {
         return tokens() + T::token_bytes + (block * kStrips + group) * kBlockBytes;
     }
     __device__ __forceinline__ void wait() const { ptx::mbarrier_wait(shared + T::full + 8 * at.index, at.parity); }
+    // The same for a stage whose token rows tensor cores read without the help of a thread's loads.
+    __device__ __forceinline__ void wait_for_operand() const {
+        wait();
+        ptx::async_proxy_fence();
+    }
     __device__ __forceinline__ u32 release_address() const { return shared + T::empty + 8 * at.index; }
     __device__ __forceinline__ void release(u32 address) const {
         if (lane == 0) ptx::mbarrier_arrive(address);

@@ -31,12 +31,13 @@ private:
     static __device__ __forceinline__ void multiply(MathWarp<T>& warp, f32 (&acc)[kWidth / 2], u32 block) {
         const Words words(warp.weights(block), warp.warp, warp.lane);
         const u32 row = warp.lane % 8, chunk = warp.lane / 8;  // of ldmatrix: lanes 8 i .. 8 i + 7 address matrix i
-        const u32 tokens = warp.tokens() + block * (kWidth * kTokenRowBytes) + row * kTokenRowBytes;
+        const u32 tokens = warp.tokens() + block * T::token_block_bytes + row * kTokenRowBytes;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             u32 a0[4], a1[4];
-            dequantize(a0, words.code[2 * half], words.scale[half]);
-            dequantize(a1, words.code[2 * half + 1], words.scale[half]);
+            const Factors by(words.scale[half]);
+            dequantize(a0, words.code[2 * half], by);
+            dequantize(a1, words.code[2 * half + 1], by);
             const u32 address = tokens + ((4 * half + chunk) ^ row) * 16;
 #pragma unroll
             for (u32 tile = 0; tile < kWidth / 8; ++tile) {

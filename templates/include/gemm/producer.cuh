@@ -37,10 +37,10 @@ __device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 bl
     }
 }
 
+// Streams the weights of the items of the window at hand.
 template <class T, class Rows>
-__device__ __forceinline__ void stream_weights(const Problem& problem, const Rows& rows, u32 shared) {
-    Schedule<T, Rows> schedule(rows, shared, problem.strips());
-    RingPosition at;
+__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T, Rows>& schedule, u32 shared,
+                                               RingPosition& at) {
     Item item;
     while (schedule.next(item)) {
         const u32 pitch = smaller(problem.strips() - item.group * kStrips, kStrips) * kBlockBytes;  // of a k64 block
@@ -62,158 +62,164 @@ __device__ __forceinline__ void stream_weights(const Problem& problem, const Row
     }
 }
 
-// The rows that a gather warp copies: its lanes hold the source rows, and a copy takes one row's share of a stage
-// (32 lanes of 16 bytes for four k64 blocks, 16 lanes for two, and so on).
+// The rows that a gather warp copies: two or four for each group of eight lanes, 16 bytes a lane. Where they lie in x is kept
+// in the item's slot, not in registers, so that tiles may have any number of rows; it is loaded for all of them at once,
+// and the copies are issued back to back, as a chain of load, address and copy takes 130 clocks.
 template <class T>
 struct Gather {
-    static constexpr u32 kLanesPerRow = 8 * T::stage_blocks, kRowsPerPass = 32 / kLanesPerRow;
-    static constexpr u32 kHeld = ceil_div(ceil_div(T::max_rows, T::gather_warps), 32u);
+    static constexpr u32 kEach = T::max_rows <= 32 ? 2 : 4, kRows = 4 * kEach;
+    static constexpr u32 kHeld = ceil_div(ceil_div(T::max_rows, T::gather_warps * kRows) * kRows, 32u);
 
     u32 warp, lane;
-    u32 pair[kHeld], source[kHeld];
+    u32 pair[kHeld];
 
-    // Row of the tile that lane `index % 32` holds in pair[index / 32].
-    __device__ __forceinline__ u32 row_of(u32 index) const {
-        return (index / kRowsPerPass * T::gather_warps + warp) * kRowsPerPass + index % kRowsPerPass;
+    // Row of the tile that this lane looks up as its `h`-th: one of those that its warp copies.
+    __device__ __forceinline__ u32 held_row(u32 h) const {
+        const u32 index = 32 * h + lane;
+        return (index / kRows * T::gather_warps + warp) * kRows + index % kRows;
     }
 
     template <class Rows>
     __device__ __forceinline__ void look_up(const Item& item, const Rows& rows) {
 #pragma unroll
         for (u32 h = 0; h < kHeld; ++h) {
-            const u32 row = row_of(32 * h + lane);
+            const u32 row = held_row(h);
             pair[h] = row < item.rows ? rows.pair(item.slot + row) : kNoRow;
         }
     }
 
-    // Writes the rows' pairs and factors to the item's slot, and turns them into the rows to copy.
+    // Writes the rows' pairs, their factors and where they lie in x, in units of 16 bytes, to the item's slot. A place
+    // without a row is given the first row: what it multiplies to is not stored.
     template <class Rows>
-    __device__ __forceinline__ void announce(const Item& item, const Rows& rows, const Problem& problem, u32 slot) {
+    __device__ __forceinline__ void announce(const Item& item, const Rows& rows, const Problem& problem,
+                                             u32 slot) const {
 #pragma unroll
         for (u32 h = 0; h < kHeld; ++h) {
-            const u32 row = row_of(32 * h + lane);
-            source[h] = pair[h] == kNoRow ? kNoRow : rows.source_row(pair[h]);
-            if (row < item.width) {
-                ptx::store_shared(slot + T::slot_ids + 4 * row, pair[h]);
-                if (problem.row_weight != nullptr) {
-                    const f32 factor = pair[h] == kNoRow ? 0.f : problem.row_weight[pair[h]];
-                    ptx::store_shared(slot + T::slot_factors + 4 * row, __float_as_uint(factor));
-                }
+            const u32 row = held_row(h);
+            if (row >= item.width) continue;
+            const u32 source = pair[h] == kNoRow ? 0 : rows.source_row(pair[h]);
+            ptx::store_shared(slot + T::slot_ids + 4 * row, pair[h]);
+            ptx::store_shared(slot + T::slot_sources + 4 * row, source * (problem.k / 8));
+            if (problem.row_weight != nullptr) {
+                const f32 factor = pair[h] == kNoRow ? 0.f : problem.row_weight[pair[h]];
+                ptx::store_shared(slot + T::slot_factors + 4 * row, __float_as_uint(factor));
             }
         }
+        __syncwarp();
     }
 
-    // Copies `blocks` k64 blocks of the rows, from byte `offset` of each row on, into a stage.
-    __device__ __forceinline__ void copy(const Item& item, const Problem& problem, u32 stage, u32 offset, u32 blocks) const {
-        const u32 block = lane % kLanesPerRow / 8, chunk = lane % 8, sub = lane / kLanesPerRow;
-        const u32 target = stage + block * item.width * kTokenRowBytes;
-        const u8* from = reinterpret_cast<const u8*>(problem.x) + offset + block * kTokenRowBytes + chunk * 16;
-        const u32 passes = ceil_div(item.rows, kRowsPerPass * T::gather_warps);
-#pragma unroll 4
-        for (u32 pass = 0; pass < passes; ++pass) {
-            const u32 index = pass * kRowsPerPass + sub, row = row_of(index);
-            u32 from_row = __shfl_sync(kFullWarp, source[0], index % 32);
+    // Copies all k64 blocks of a stage, from byte `offset` of each row on. The last four rows may be more than there are.
+    __device__ __forceinline__ void copy(const Item& item, const Problem& problem, u32 slot, u32 stage, u32 offset) const {
+        const u32 chunk = lane % 8;
+        const u8* from = reinterpret_cast<const u8*>(problem.x) + offset + chunk * 16;
+#pragma unroll 1
+        for (u32 row = warp * kRows + lane / 8 * kEach; row < item.rows; row += T::gather_warps * kRows) {
+            const u8* source[kEach];
 #pragma unroll
-            for (u32 h = 1; h < kHeld; ++h) {
-                const u32 other = __shfl_sync(kFullWarp, source[h], index % 32);
-                from_row = index / 32 == h ? other : from_row;
+            for (u32 i = 0; i < kEach; ++i) {
+                source[i] = from + u64{ptx::load_shared(slot + T::slot_sources + 4 * (row + i))} * 16;
             }
-            const u32 to = target + row * kTokenRowBytes + (chunk ^ row % 8) * 16;
-            if (from_row != kNoRow) {
-                if (block < blocks) {
-                    ptx::copy_async_16(to, from + u64{from_row} * (problem.k * 2));
-                } else {
-                    ptx::store_shared_v4(to, make_uint4(0, 0, 0, 0));
+#pragma unroll
+            for (u32 i = 0; i < kEach; ++i) {
+                const u32 to = stage + (row + i) * kTokenRowBytes + (chunk ^ (row + i) % 8) * 16;
+#pragma unroll
+                for (u32 b = 0; b < T::stage_blocks; ++b) {
+                    ptx::copy_async_16(to + b * T::token_block_bytes, source[i] + b * kTokenRowBytes);
                 }
+            }
+        }
+    }
+
+    // The same for the first `blocks` k64 blocks; the others are zero.
+    __device__ __forceinline__ void copy_part(const Item& item, const Problem& problem, u32 slot, u32 stage, u32 offset,
+                                              u32 blocks) const {
+        const u32 chunk = lane % 8;
+        const u8* from = reinterpret_cast<const u8*>(problem.x) + offset + chunk * 16;
+#pragma unroll 1
+        for (u32 i = lane / 8; i < T::max_rows * T::stage_blocks; i += 4) {
+            const u32 row = i / T::stage_blocks, block = i % T::stage_blocks;
+            if (row / kRows % T::gather_warps != warp || row >= item.rows) continue;
+            const u32 to = stage + block * T::token_block_bytes + row * kTokenRowBytes + (chunk ^ row % 8) * 16;
+            if (block < blocks) {
+                const u32 source = ptx::load_shared(slot + T::slot_sources + 4 * row);
+                ptx::copy_async_16(to, from + block * kTokenRowBytes + u64{source} * 16);
+            } else {
+                ptx::store_shared_v4(to, make_uint4(0, 0, 0, 0));
             }
         }
     }
 };
 
-// Stages that a gather warp has copied and not yet handed over. Handing over waits for the copies, makes them visible to the
-// tensor cores and arrives: two stages late, so that the wait is short, and by the few threads that copied.
-template <class T>
-class Handover {
-public:
-    static constexpr u32 kLate = 2;
-    static_assert(kLate < T::stages && kLate < T::slots, "the math warps must be able to free what this waits for");
-
-    __device__ __forceinline__ explicit Handover(u32 full) : full_(full) {}
-
-    // Before a stage is waited for: the one copied kLate stages ago.
-    __device__ __forceinline__ void hand_over_oldest() {
-        if (held_ < kLate) return;
-        ptx::copy_async_wait<kLate - 1>();
-        arrive();
-    }
-    __device__ __forceinline__ void copied() {
-        ptx::copy_async_commit();
-        ++held_;
-    }
-    // Before anything else is waited for that the math warps may have to finish first.
-    __device__ __forceinline__ void hand_over_all() {
-        ptx::copy_async_wait<0>();
-        while (held_ > 0) arrive();
-    }
-
-private:
-    __device__ __forceinline__ void arrive() {
-        ptx::async_proxy_fence();
-        ptx::mbarrier_arrive(full_ + 8 * at_.index);
-        at_.template next<T::stages>();
-        --held_;
-    }
-
-    u32 full_, held_ = 0;
-    RingPosition at_;
-};
-
-// The next item is looked up while the copies of the one before are under way, but not into the next window: the warp that
-// streams weights would wait for this item's tokens, and this warp for that one's arrival at the window's barrier.
+// Copies the token rows of the items of the window at hand, and tells the math warps what each is. The next item is looked
+// up while the copies of the one before are under way.
 template <class T, class Rows>
-__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, u32 shared) {
-    Schedule<T, Rows> schedule(rows, shared, problem.strips());
+__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T, Rows>& schedule,
+                                              u32 shared, RingPosition& at, RingPosition& slot) {
     Gather<T> gather;
     gather.warp = threadIdx.x / 32 - T::math_warps - 1;
     gather.lane = threadIdx.x % 32;
-    Handover<T> handover(shared + T::full);
-    RingPosition at, slot;
     Item item, following;
     bool more = schedule.next(item);
     if (more) gather.look_up(item, rows);
-    while (true) {
+    while (more) {
         const u32 place = shared + T::slot_base + slot.index * T::slot_bytes;
         ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
         if (gather.warp == 0 && gather.lane == 0) {
             const u32 output = item.group * (kStrips * kBlock) + item.strip * kBlock;
-            ptx::store_shared_v4(place, more ? make_uint4(item.width, item.strips, output, 0) : make_uint4(0, 0, 0, 0));
+            ptx::store_shared_v4(place, make_uint4(item.width, item.strips, output, 0));
         }
-        if (more) gather.announce(item, rows, problem, place);
+        gather.announce(item, rows, problem, place);
         ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
-        if (!more) return;
         slot.template next<T::slots>();
-        more = schedule.next_here(following);
+        more = schedule.next(following);
         if (more) gather.look_up(following, rows);
-        handover.hand_over_all();  // by now the last copies of the item before have landed
         u32 offset = 0;
         for (u32 left = problem.k_blocks(); left > 0;) {
-            const u32 blocks = smaller(left, T::stage_blocks);
-            handover.hand_over_oldest();
+            const u32 blocks = smaller(left, T::stage_blocks), full = shared + T::full + 8 * at.index;
             ptx::mbarrier_wait(shared + T::empty + 8 * at.index, at.parity ^ 1);
-            gather.copy(item, problem, shared + at.index * T::stage_bytes, offset, blocks);
-            handover.copied();
+            const u32 stage = shared + at.index * T::stage_bytes;
+            if (blocks == T::stage_blocks) {
+                gather.copy(item, problem, place, stage, offset);
+                ptx::copy_async_arrive(full);
+            } else {  // of the zeros that are stored the copies know nothing
+                gather.copy_part(item, problem, place, stage, offset, blocks);
+                ptx::copy_async_wait_all();
+                ptx::mbarrier_arrive(full);
+            }
             offset += blocks * kTokenRowBytes;
             left -= blocks;
             at.template next<T::stages>();
         }
-        handover.hand_over_oldest();
-        if (!more) {
-            handover.hand_over_all();
-            more = schedule.next(following);
-            if (more) gather.look_up(following, rows);
-        }
         item = following;
     }
+}
+
+// Tells the math warps that no item follows.
+template <class T>
+__device__ __forceinline__ void announce_end(u32 shared, const RingPosition& slot) {
+    ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
+    if (threadIdx.x == T::math_threads + 32) {
+        ptx::store_shared_v4(shared + T::slot_base + slot.index * T::slot_bytes, make_uint4(0, 0, 0, 0));
+    }
+    ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
+}
+
+// All of the producer. Its warps look at a new window together, once each has done everything in the one before.
+template <class T, class Rows>
+__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared) {
+    const bool streams = __shfl_sync(kFullWarp, threadIdx.x / 32, 0) == T::math_warps;
+    Schedule<T, Rows> schedule(rows, shared, problem.strips());
+    RingPosition at, slot;
+    do {
+        schedule.open_window();
+        if (streams) {
+            stream_weights<T>(problem, schedule, shared, at);
+        } else {
+            gather_tokens<T>(problem, rows, schedule, shared, at, slot);
+        }
+        ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
+    } while (schedule.leave_window());
+    if (!streams) announce_end<T>(shared, slot);
 }
 
 }  // namespace gemm

@@ -23,9 +23,9 @@ __device__ __forceinline__ void init_resident_barriers(u32 shared) {
     }
     for (u32 i = 0; i < T::slots; ++i) {
         ptx::mbarrier_init(shared + T::item_full + 8 * i, 32 * T::gather_warps);
-        ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_warps + T::all_store_warps);
+        ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_threads + 32 * T::all_store_warps);
     }
-    for (u32 i = 0; i < T::buffers; ++i) ptx::mbarrier_init(shared + T::tokens_empty + 8 * i, T::math_warps);
+    for (u32 i = 0; i < T::buffers; ++i) ptx::mbarrier_init(shared + T::tokens_empty + 8 * i, T::math_threads);
     for (u32 i = 0; i < T::groups; ++i) {
         ptx::mbarrier_init(shared + T::staged_full + 8 * i, 4);
         ptx::mbarrier_init(shared + T::staged_empty + 8 * i, T::store_warps);

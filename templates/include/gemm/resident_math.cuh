@@ -52,8 +52,7 @@ __device__ __forceinline__ void multiply_blocks(f32 (&acc)[kWidth / 2], u32 stag
     for (u32 block = 0; block < kBlocks; ++block) {
         const Words words(stage + block * kBlockBytes, warp, lane);
         u32 a[4][4];
-#pragma unroll
-        for (u32 step = 0; step < 4; ++step) dequantize(a[step], words.code[step], words.scale[step / 2]);
+        dequantize(a, words);
         const u64 operand = tokens + block * (kWidth * kTokenRowBytes / 16);
         ptx::wgmma_fence();
         if constexpr (kFirst) {
@@ -103,14 +102,15 @@ __device__ __forceinline__ void stage_outputs(f32 (&acc)[kWidth / 2], u32 stagin
             acc[4 * i] *= f.x, acc[4 * i + 1] *= f.y, acc[4 * i + 2] *= f.x, acc[4 * i + 3] *= f.y;
         }
     }
+    const auto output_pair = [&](u32 i) { return ptx::mul_bf16x2(ptx::pack_bf16(acc[i], acc[i + 1]), kUnitPair); };
     // stmatrix: lanes 8 i .. 8 i + 7 address the rows of matrix i: tokens 0-7 x outputs 0-7, 0-7 x 8-15, then tokens 8-15.
     const u32 write = staging + (lane % 8 + lane / 16 * 8) * T::staging_pitch + warp * 32 + lane / 8 % 2 * 16;
 #pragma unroll
     for (u32 part = 0; part < kWidth; part += 16) {
         const u32 i = part / 2;  // first accumulator of the part
-        const u32 a = ptx::pack_bf16(acc[i], acc[i + 1]), b = ptx::pack_bf16(acc[i + 2], acc[i + 3]);
+        const u32 a = output_pair(i), b = output_pair(i + 2);
         if (part + 8 < kWidth) {
-            const u32 c = ptx::pack_bf16(acc[i + 4], acc[i + 5]), d = ptx::pack_bf16(acc[i + 6], acc[i + 7]);
+            const u32 c = output_pair(i + 4), d = output_pair(i + 6);
             ptx::store_matrix_x4_transposed(write + part * T::staging_pitch, a, b, c, d);
         } else {
             ptx::store_matrix_x2_transposed(write + part * T::staging_pitch, a, b);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void stage_swiglu(f32 (&acc)[kWidth / 2], u32 staging
             const u32 fragment = part + i;
             if (8 * fragment >= kWidth) continue;
             f32* const d = acc + 4 * fragment;
-            f32 even = swiglu(d[0], d[2]), odd = swiglu(d[1], d[3]);
+            f32 even = swiglu(d[0] * kUnit, d[2] * kUnit), odd = swiglu(d[1] * kUnit, d[3] * kUnit);
             if (slot != 0) {
                 const float2 f = row_factors<T>(slot, fragment);
                 even *= f.x, odd *= f.y;
@@ -187,8 +187,8 @@ __device__ __forceinline__ void multiply_parts(const Problem& problem, u32 share
         const u32 tile = shared + T::tokens + buffer.index * warp.layout.tile_bytes;
         const u32 factors = problem.row_weight != nullptr ? place : 0;
         next = multiply_part<T>(warp, header, next, tile, factors, problem.swiglu());
-        warp.arrive(shared + T::tokens_empty + 8 * buffer.index);
-        warp.arrive(shared + T::item_empty + 8 * slot.index);
+        ptx::mbarrier_arrive(shared + T::tokens_empty + 8 * buffer.index);
+        ptx::mbarrier_arrive(shared + T::item_empty + 8 * slot.index);
         slot.template next<T::slots>();
         buffer.template next<T::buffers>();
     }

@@ -137,8 +137,7 @@ __device__ __forceinline__ void gather_tiles(const Problem& problem, const Resid
         gather.announce(part, rows, problem, place);
         ptx::mbarrier_wait(shared + T::tokens_empty + 8 * buffer.index, buffer.parity ^ 1);
         gather.copy(part, problem, shared + T::tokens + buffer.index * layout.tile_bytes, layout.blocks);
-        ptx::copy_async_commit();
-        ptx::copy_async_wait<0>();
+        ptx::copy_async_wait_all();
         ptx::async_proxy_fence();
         ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
         slot.template next<T::slots>();

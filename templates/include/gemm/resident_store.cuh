@@ -59,8 +59,7 @@ __device__ __forceinline__ void store_parts(const Problem& problem, u32 shared, 
             if (lane == 0) ptx::mbarrier_arrive(empty);
         }
         next -= header.y;
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared + T::item_empty + 8 * slot.index);
+        ptx::mbarrier_arrive(shared + T::item_empty + 8 * slot.index);
         slot.template next<T::slots>();
     }
 }

@@ -36,7 +36,7 @@ struct ResidentTile {
     static constexpr u32 staging_pitch = kBlock * 2 + 16, staging_bytes = kMaxRows * staging_pitch;
 
     // Lists of runs: a plan with more of them is worked off in windows.
-    static constexpr u32 runs = 1024;
+    static constexpr u32 runs = 512;
 
     static constexpr u32 max_stages = 16;
     static constexpr u32 full = 0, empty = full + 8 * max_stages;
@@ -51,11 +51,15 @@ struct ResidentTile {
     static constexpr u32 tokens = round_up(staging + kGroups * staging_bytes, 1024u);
     static constexpr u32 smem_bytes = 232448;  // all that a CTA may have: the ring takes what is left
 
-    // The ring holds at least this much, so that weights keep streaming, and a strip for each warpgroup and one more.
+    // The ring holds at least this much, so that weights keep streaming. Its stages are a multiple of what follows: each stage then
+    // belongs to one warpgroup and to one streaming warp. Were it not so, either could come to a stage whose round before is not
+    // over, and a wait by parity would take that for the round after.
     static constexpr u32 min_ring_bytes = 54 * 1024;
+    static constexpr u32 stage_multiple = kGroups * kStreamWarps / (kGroups % 2 == 0 && kStreamWarps == 2 ? 2 : 1);
 
     static_assert(kMaxRows % 16 == 0 && kMaxRows >= 64 && kMaxRows <= 192, "a tile holds up to 64, 80, ... 192 rows");
     static_assert(kMaxK % kBlock == 0, "k comes in blocks");
+    static_assert(kStreamWarps == 1 || kStreamWarps == 2, "one warp streams, or two in turn");
     static_assert(tokens + min_ring_bytes < smem_bytes, "no room for tokens");
 };
 
@@ -74,11 +78,12 @@ struct ResidentLayout {
     __device__ __forceinline__ explicit ResidentLayout(u32 k_blocks) : blocks(k_blocks) {
         const u32 room = T::smem_bytes - T::tokens, row_bytes = blocks * kTokenRowBytes;
         stage_bytes = blocks * kBlockBytes;
-        const u32 rows = (room - larger(T::min_ring_bytes, (T::groups + 1) * stage_bytes)) / (T::buffers * row_bytes);
+        const u32 least = larger(T::min_ring_bytes, larger(T::stage_multiple, 4u) * stage_bytes);
+        const u32 rows = (room - least) / (T::buffers * row_bytes);
         tile_rows = smaller(rows > 64 ? rows / 16 * 16 : rows / 8 * 8, T::max_rows);
         tile_bytes = tile_rows * row_bytes;
         ring = T::tokens + T::buffers * tile_bytes;
-        stages = smaller((T::smem_bytes - ring) / stage_bytes, T::max_stages);
+        stages = smaller((T::smem_bytes - ring) / stage_bytes, T::max_stages) / T::stage_multiple * T::stage_multiple;
     }
 };
 

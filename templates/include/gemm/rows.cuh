@@ -19,7 +19,7 @@ struct Window {
     bool last;  // there is none
 };
 
-// Finds the runs of the kWindow blocks from `first` on and writes them to the lists. By all producer threads.
+// Finds up to kWindow runs from block `first` on and writes them to the lists. By all producer threads.
 // A run that goes on past the window is left to the next one, unless it fills the whole window. Of the source:
 // expert(block), -1 beyond its end; ask_ahead(slot), for 32 slots; blocks(), which may wait for memory; block_m;
 // num_experts, others make a block empty; filled_of_8(slot), 1 + the place of the last row among 8 slots or 0.
@@ -89,70 +89,63 @@ __device__ __forceinline__ void fill_rows(const Source& source, u32 shared, u32 
     ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
 }
 
+// Goes through chunks of blocks, a block a thread: where the expert changes, a run stops, and one starts if the new one is
+// an expert. Ends with the plan, or when the next chunk might bring more runs than the lists hold, or takes too long.
 template <class T, class Source>
 __device__ __forceinline__ Window load_block_runs(const Source& source, u32 shared, u32 first) {
-    constexpr u32 kThreads = T::producer_threads, kEach = T::window / kThreads, kWarps = kThreads / 32;
+    constexpr u32 kThreads = T::producer_threads, kWarps = kThreads / 32, kMostChunks = 32;
     const u32 thread = threadIdx.x - T::math_threads, warp = thread / 32, lane = thread % 32;
     // Loads that do not wait for the number of blocks; the rows of the last blocks are asked for ahead of time too.
-    i32 mine[kEach], before[kEach], after[kEach];
-#pragma unroll
-    for (u32 j = 0; j < kEach; ++j) {
-        const u32 block = first + j * kThreads + thread;
-        mine[j] = source.expert(block);
-        before[j] = block > first ? source.expert(block - 1) : -1;
-        after[j] = source.expert(block + 1);
-    }
+    i32 here = source.expert(first + thread), next = source.expert(first + kThreads + thread);
+    i32 before_here = thread > 0 ? source.expert(first + thread - 1) : -1;
+    i32 before_next = source.expert(first + kThreads + thread - 1);
     source.ask_ahead(first * source.block_m + thread * 32);
     const u32 blocks = source.blocks();
-    const u32 end = smaller(first + T::window, blocks);
 
-    u32 starts[kEach], stops[kEach];  // one bit a lane
+    u32 runs = 0, chunk = 0;
+    do {
+        const u32 block = first + chunk * kThreads + thread, counts = shared + T::run_counts + chunk % 2 * (4 * kWarps);
+        const i32 after_next = source.expert(block + 2 * kThreads);
+        const i32 before_after_next = source.expert(block + 2 * kThreads - 1);
+        const bool starts = block < blocks && static_cast<u32>(here) < source.num_experts && here != before_here;
+        const bool stops = block <= blocks && static_cast<u32>(before_here) < source.num_experts &&
+                           (block == blocks || here != before_here);
+        const u32 started = __ballot_sync(kFullWarp, starts);
+        if (lane == 0) ptx::store_shared(counts + 4 * warp, __popc(started));
+        ptx::barrier_sync_aligned(kProducerBarrier, kThreads);
+        u32 run = runs + __popc(started & ptx::lanes_below());  // runs that started before this block
 #pragma unroll
-    for (u32 j = 0; j < kEach; ++j) {
-        const u32 block = first + j * kThreads + thread;
-        const bool valid = block < end && static_cast<u32>(mine[j]) < source.num_experts;
-        starts[j] = __ballot_sync(kFullWarp, valid && (block == first || before[j] != mine[j]));
-        stops[j] = __ballot_sync(kFullWarp, valid && (block + 1 == end || after[j] != mine[j]));
-        if (lane == 0) {
-            ptx::store_shared(shared + T::run_counts + 4 * (j * kWarps + warp), __popc(starts[j]) | __popc(stops[j]) << 16);
+        for (u32 i = 0; i < kWarps; ++i) {
+            const u32 count = ptx::load_shared(counts + 4 * i);
+            run += i < warp ? count : 0;
+            runs += count;
         }
-    }
-    ptx::barrier_sync_aligned(kProducerBarrier, kThreads);
-    u32 earlier[kEach] = {}, total = 0;  // starts in the lower half, stops in the upper
-#pragma unroll
-    for (u32 i = 0; i < kEach * kWarps; ++i) {
-        const u32 count = ptx::load_shared(shared + T::run_counts + 4 * i);
-#pragma unroll
-        for (u32 j = 0; j < kEach; ++j) earlier[j] += i < j * kWarps + warp ? count : 0;
-        total += count;
-    }
-    // For now run_slot holds the first block of a run, run_tile the block after its last.
-#pragma unroll
-    for (u32 j = 0; j < kEach; ++j) {
-        const u32 block = first + j * kThreads + thread, below = ptx::lanes_below();
-        if (starts[j] >> lane & 1) {
-            const u32 run = (earlier[j] & 0xffff) + __popc(starts[j] & below);
+        // For now run_slot holds the first block of a run, run_tile the block after its last.
+        if (stops) ptx::store_shared(shared + T::run_tile + 4 * (run - 1), block);
+        if (starts) {
             ptx::store_shared(shared + T::run_slot + 4 * run, block);
-            ptx::store_shared(shared + T::run_expert + 4 * run, static_cast<u32>(mine[j]));
+            ptx::store_shared(shared + T::run_expert + 4 * run, static_cast<u32>(here));
             ptx::store_shared(shared + T::run_rows + 4 * run, 0);
         }
-        if (stops[j] >> lane & 1) {
-            const u32 run = (earlier[j] >> 16) + __popc(stops[j] & below);
-            ptx::store_shared(shared + T::run_tile + 4 * run, block + 1);
-        }
-    }
+        here = next, before_here = before_next, next = after_next, before_next = before_after_next;
+        ++chunk;
+    } while (first + chunk * kThreads <= blocks && runs + kThreads <= T::window && chunk < kMostChunks);
+
+    u32 end = first + chunk * kThreads;
+    const bool last = end > blocks;
     ptx::barrier_sync_aligned(kProducerBarrier, kThreads);
-    u32 runs = total & 0xffff, next = end;
-    if (runs > 0 && end < blocks && ptx::load_shared(shared + T::run_tile + 4 * (runs - 1)) == end) {
+    if (!last && static_cast<u32>(source.expert(end - 1)) < source.num_experts) {  // the last run may go on
         const u32 start = ptx::load_shared(shared + T::run_slot + 4 * (runs - 1));
-        const bool goes_on = static_cast<u32>(source.expert(end)) == ptx::load_shared(shared + T::run_expert + 4 * (runs - 1));
-        if (goes_on && start > first) {
+        if (start > first) {
             --runs;
-            next = start;
+            end = start;
+        } else {
+            if (thread == 0) ptx::store_shared(shared + T::run_tile + 4 * (runs - 1), end);
+            ptx::barrier_sync_aligned(kProducerBarrier, kThreads);
         }
     }
     fill_rows<T>(source, shared, runs);
-    return {runs, next, next >= blocks};
+    return {runs, end, last};
 }
 
 }  // namespace gemm

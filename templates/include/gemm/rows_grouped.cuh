@@ -13,13 +13,13 @@ struct Range {
     u32 first, rows;
 };
 
-// The experts of a window as runs, each with the rows that the source says are its own. By all producer threads.
-template <class T, class Source>
+// The next kRuns experts as runs, each with the rows that the source says are its own. By all producer threads.
+template <class T, u32 kRuns, class Source>
 __device__ __forceinline__ Window load_expert_runs(const Source& source, u32 num_experts, u32 shared, u32 first) {
     constexpr u32 kThreads = T::producer_threads;
-    const u32 thread = threadIdx.x - T::math_threads, runs = smaller(num_experts - first, T::window);
+    const u32 thread = threadIdx.x - T::math_threads, runs = smaller(num_experts - first, kRuns);
 #pragma unroll
-    for (u32 j = 0; j < T::window / kThreads; ++j) {
+    for (u32 j = 0; j < ceil_div(kRuns, kThreads); ++j) {
         const u32 run = j * kThreads + thread;
         if (run < runs) {
             const Range range = source.range(first + run);
@@ -43,14 +43,14 @@ struct ContiguousRows {
     static constexpr u32 block_m = 128;
 
     __device__ __forceinline__ u32 pair(u32 slot) const {
-        if (m_indices == nullptr) return slot;
-        return slot < num_rows && static_cast<u32>(m_indices[slot]) < num_experts ? slot : kNoRow;
+        if (slot >= num_rows) return kNoRow;  // experts that share rows may be more work than the schedule can count
+        return m_indices == nullptr || static_cast<u32>(m_indices[slot]) < num_experts ? slot : kNoRow;
     }
     __device__ __forceinline__ u32 source_row(u32 pair) const { return pair; }
 
     template <class T>
     __device__ __forceinline__ Window load_window(u32 shared, u32 first) const {
-        if (m_indices == nullptr) return load_expert_runs<T>(*this, num_experts, shared, first);
+        if (m_indices == nullptr) return load_expert_runs<T, T::window>(*this, num_experts, shared, first);
         return load_block_runs<T>(*this, shared, first);
     }
 
@@ -86,7 +86,7 @@ struct MaskedRows {
 
     template <class T>
     __device__ __forceinline__ Window load_window(u32 shared, u32 first) const {
-        return load_expert_runs<T>(*this, num_experts, shared, first);
+        return load_expert_runs<T, T::window>(*this, num_experts, shared, first);
     }
 
     __device__ __forceinline__ Range range(u32 expert) const {

@@ -2,6 +2,7 @@
 #pragma once
 #include "common/types.cuh"
 #include "gemm/rows.cuh"
+#include "gemm/sort.cuh"
 #include "gemm/tile.cuh"
 
 namespace gemm {
@@ -14,33 +15,26 @@ struct Item {
     u32 strip, strips;
 };
 
-// An expert's rows are cut evenly into the fewest tiles.
-template <class T>
-struct RowCut {
-    u32 tiles, tile_rows;
-    __device__ __forceinline__ explicit RowCut(u32 rows) {
-        const u32 fewest = ceil_div(rows, T::max_rows);
-        tile_rows = fewest > 1 ? round_up(ceil_div(rows, fewest), 8u) : rows;
-        tiles = rows > 0 ? ceil_div(rows, tile_rows) : 0;
-    }
-};
-
 // One copy in each producer warp: all follow the same sequence. Items are numbered tile by tile, outputs fastest, so that
-// neighbouring CTAs share an expert's token rows; CTA b takes b, b + grid, ... Which CTA computes a tile changes no bit
-// of it. When the last round would leave most CTAs idle, its items are cut into halves or quarters by strips.
+// neighbouring CTAs share an expert's token rows, wide tiles before narrow ones. They are handed round to and fro: CTA b
+// takes b, then 2 grid - 1 - b, then 2 grid + b, ..., so that a round's wider items and the next one's narrower ones meet.
+// Which CTA computes a tile changes no bit of it. When the last round would leave most CTAs idle, its items are cut into
+// halves or quarters by strips.
 template <class T, class Rows>
 class Schedule {
 public:
     __device__ __forceinline__ Schedule(const Rows& rows, u32 shared, u32 strips)
-        : rows_(rows), shared_(shared), strips_(strips), groups_(ceil_div(strips, kStrips)), place_(blockIdx.x) {
-        open_window(0);
+        : rows_(rows), shared_(shared), strips_(strips), groups_(ceil_div(strips, kStrips)), place_(blockIdx.x),
+          step_(2 * (gridDim.x - blockIdx.x) - 1) {
+        window_.next = 0;
     }
 
     // The next item of this CTA in the window at hand; false when there is none.
-    __device__ __forceinline__ bool next_here(Item& item) {
+    __device__ __forceinline__ bool next(Item& item) {
         if (place_ < whole_) {
             fill(item, place_, 0, kStrips);
-            place_ += gridDim.x;
+            place_ += step_;
+            step_ = 2 * gridDim.x - step_;
             return true;
         }
         if (parts_ == 1) return false;
@@ -50,22 +44,17 @@ public:
         return index < items_ && item.strips > 0;
     }
 
-    // The next item of this CTA; false when there is none. All producer warps must go on calling it until it says false:
-    // they look at a new window together, once each has done everything in the one before.
-    __device__ __forceinline__ bool next(Item& item) {
-        while (!next_here(item)) {
-            if (window_.last) return false;
-            place_ -= items_;
-            before_ = (before_ + items_) % gridDim.x;
-            ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
-            open_window(window_.next);
-        }
-        return true;
+    // Goes on to the next window, which is there to be opened; false when there is none.
+    __device__ __forceinline__ bool leave_window() {
+        place_ -= items_;
+        before_ = (before_ + items_) % gridDim.x;
+        return !window_.last;
     }
 
-private:
-    __device__ __forceinline__ void open_window(u32 first) {
-        window_ = rows_.template load_window<T>(shared_, first);
+    // By all producer threads.
+    __device__ __forceinline__ void open_window() {
+        window_ = rows_.template load_window<T>(shared_, window_.next);
+        if (wider_than<T>(kSortedRows, shared_, window_.runs)) sort_runs<T>(shared_, window_.runs);
         items_ = whole_ = number_tiles() * groups_;
         parts_ = 1;
         const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round
@@ -75,6 +64,7 @@ private:
         }
     }
 
+private:
     // Writes the first tile of every run; returns the number of tiles.
     __device__ __forceinline__ u32 number_tiles() const {
         constexpr u32 kEach = T::window / T::producer_threads;
@@ -134,6 +124,7 @@ private:
     const Rows& rows_;
     u32 shared_, strips_, groups_;
     u32 place_;       // of this CTA's next item, from the window's first one
+    u32 step_;        // from there to the one after it
     u32 before_ = 0;  // items of earlier windows, modulo the grid
     u32 items_, whole_, parts_;
     Window window_;

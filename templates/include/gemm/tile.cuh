@@ -11,7 +11,7 @@ constexpr u32 kScaleBytes = 2048;  // where the scales start
 constexpr u32 kStrips = 4;         // strips of a group
 constexpr u32 kTokenRowBytes = 128;
 
-// kMaxRows: most token rows of a tile. kStageBlocks: k64 blocks of a ring stage. kWindow: routing blocks looked at together.
+// kMaxRows: most token rows of a tile. kStageBlocks: k64 blocks of a ring stage. kWindow: runs of rows looked at together.
 template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow>
 struct Tile {
     static constexpr u32 max_rows = kMaxRows, stage_blocks = kStageBlocks, stages = kStages, slots = kSlots;
@@ -23,13 +23,15 @@ struct Tile {
     static constexpr u32 threads = math_threads + producer_threads;
 
     // A stage: tokens as [k64][row][128 bytes, swizzled], then weights as [k64][strip][2304].
-    static constexpr u32 token_bytes = kStageBlocks * kMaxRows * kTokenRowBytes;
+    static constexpr u32 token_block_bytes = kMaxRows * kTokenRowBytes;
+    static constexpr u32 token_bytes = kStageBlocks * token_block_bytes;
     static constexpr u32 weight_bytes = kStageBlocks * kStrips * kBlockBytes;
     static constexpr u32 stage_bytes = token_bytes + weight_bytes;
 
-    // A slot: what the math warps must know of an item. Header of 16 bytes, output rows, their factors.
-    static constexpr u32 slot_ids = 16, slot_factors = slot_ids + 4 * kMaxRows;
-    static constexpr u32 slot_bytes = slot_factors + 4 * kMaxRows;
+    // A slot: what the math warps must know of an item. Header of 16 bytes, output rows, their factors; and the rows of x
+    // for the gather warps.
+    static constexpr u32 slot_ids = 16, slot_factors = slot_ids + 4 * kMaxRows, slot_sources = slot_factors + 4 * kMaxRows;
+    static constexpr u32 slot_bytes = round_up(slot_sources + 4 * kMaxRows, 16u);
 
     // Transposed output: 16 token rows x 64 outputs a warpgroup, 16 bytes of padding against bank conflicts.
     static constexpr u32 staging_rows = 16, staging_pitch = kBlock * 2 + 16;
@@ -50,12 +52,13 @@ struct Tile {
 
     static_assert(kMaxRows % 8 == 0 && kMaxRows <= 128, "a tile holds 8, 16, ... 128 rows");
     static_assert(kStageBlocks == 1 || kStageBlocks == 2 || kStageBlocks == 4, "a stage holds 1, 2 or 4 k64 blocks");
-    static_assert(kWindow % producer_threads == 0, "every producer thread looks at the same number of routing blocks");
+    static_assert(kWindow % producer_threads == 0, "every producer thread looks at the same number of runs");
+    static_assert((kWindow & (kWindow - 1)) == 0, "an item's run is found by halving");
     static_assert(stage_bytes % 1024 == 0, "the swizzle repeats every 1024 bytes, so stages must start on such a border");
 
-    // The widths that exist as code: every multiple of 8 up to 64 rows, then every multiple of 16.
-    static constexpr u32 next_width(u32 width) { return width + (width < 64 ? 8 : 16); }
-    static __device__ __forceinline__ u32 width_of(u32 rows) { return round_up(rows, rows <= 64 ? 8u : 16u); }
+    // The widths that exist as code: every multiple of 8.
+    static constexpr u32 next_width(u32 width) { return width + 8; }
+    static __device__ __forceinline__ u32 width_of(u32 rows) { return round_up(rows, 8u); }
 };
 
 // A position of a ring of mbarrier-guarded places, with the parity of its current round.

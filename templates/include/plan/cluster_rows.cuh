@@ -23,15 +23,20 @@ struct ClusterRows {
 
     // First of all; CTA c will send rows [c * each, (c + 1) * each) of the `tokens` rows. A barrier must follow.
     __device__ __forceinline__ void open(u32 tokens, u32 each) {
-        const u32 sender = threadIdx.x, at = ptx::shared_address(&bars[sender % kCluster]);
-        if (sender < kCluster) {
-            ptx::mbarrier_init(at, 1);
+        const u32 at = ptx::shared_address(bars);
+        if (threadIdx.x == 0) {
+#pragma unroll 4
+            for (u32 sender = 0; sender < kCluster; ++sender) ptx::mbarrier_init(at + sender * 8, 1);
             ptx::mbarrier_init_fence();
         }
         __syncwarp();
         ptx::cluster_arrive_relaxed();
-        if (sender < kCluster) {
-            ptx::mbarrier_arrive_expect(at, (end_of(sender, tokens, each) - first_of(sender, tokens, each)) * (K * 2));
+        if (threadIdx.x == 0) {
+#pragma unroll 4
+            for (u32 sender = 0; sender < kCluster; ++sender) {
+                const u32 rows_of = end_of(sender, tokens, each) - first_of(sender, tokens, each);
+                ptx::mbarrier_arrive_expect(at + sender * 8, rows_of * (K * 2));
+            }
         }
         for (u32 i = threadIdx.x; i < kMaxExperts; i += blockDim.x) counts[i] = 0;
     }

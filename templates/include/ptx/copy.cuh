@@ -18,14 +18,9 @@ __device__ __forceinline__ void prefetch_line(const void* pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
 
-// Closes a group of this thread's 16-byte copies; then waits until at most `kLeft` of its groups are under way.
-__device__ __forceinline__ void copy_async_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kLeft>
-__device__ __forceinline__ void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+// Makes the mbarrier `bar` count this thread's arrival once its 16-byte copies so far have landed.
+__device__ __forceinline__ void copy_async_arrive(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 // Orders this thread's view of shared memory before what the tensor cores or the copy engine read next.

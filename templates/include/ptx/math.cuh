@@ -18,13 +18,6 @@ __device__ __forceinline__ f32 reciprocal_approx_normal(f32 x) {
     return y;
 }
 
-// x * y + z with one rounding, clamped to [0, 1]; NaN gives 0.
-__device__ __forceinline__ f32 fma_saturate(f32 x, f32 y, f32 z) {
-    f32 r;
-    asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(x), "f"(y), "f"(z));
-    return r;
-}
-
 // Reductions over all 32 lanes; every lane gets the result. All lanes must take part.
 __device__ __forceinline__ u32 warp_max(u32 x) {
     u32 y;

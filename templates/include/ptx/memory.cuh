@@ -43,30 +43,6 @@ __device__ __forceinline__ void store_async(u32 address, u32 bar, uint4 value) {
         : "memory");
 }
 
-// Plain stores and loads in the cluster's shared memory (addresses by map_shared).
-__device__ __forceinline__ void store_cluster(u32 address, u32 value) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_cluster_byte(u32 address, u32 value) {
-    asm volatile("st.shared::cluster.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ u32 load_cluster(u32 address) {
-    u32 value;
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ uint4 load_cluster_v4(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
 // Read-only global loads. "once": the line is not kept in L1. volatile, so that they stay where they are written.
 __device__ __forceinline__ uint4 load_once_v4(const void* pointer) {
     uint4 v;
@@ -103,39 +79,49 @@ __device__ __forceinline__ u32 load_acquire(const u32* pointer) {
     return value;
 }
 
-__device__ __forceinline__ void add_release(u32* pointer, u32 value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store_release(u32* pointer, u32 value) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ u32 fetch_add_acq_rel(u32* pointer, u32 value) {
     u32 old;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
     return old;
 }
 
-// Loads that must see other CTAs' data: they bypass L1.
-__device__ __forceinline__ uint4 load_l2_v4(const void* pointer) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(pointer)
-                 : "memory");
-    return v;
-}
-
+// A load that must see other CTAs' data: it bypasses L1.
 __device__ __forceinline__ u32 load_l2(const void* pointer) {
     u32 value;
     asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
     return value;
 }
 
+// 16 bytes at once, whole or not at all, as seen by all of the device: they carry their own news.
+__device__ __forceinline__ void store_whole(void* pointer, uint4 v) {
+    asm volatile(
+        "{\n\t.reg .b128 v;\n\t.reg .b64 low, high;\n\t"
+        "mov.b64 low, {%1, %2};\n\tmov.b64 high, {%3, %4};\n\tmov.b128 v, {low, high};\n\t"
+        "st.relaxed.gpu.global.b128 [%0], v;\n\t}" ::"l"(pointer),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+        : "memory");
+}
+
+__device__ __forceinline__ uint4 load_whole(const void* pointer) {
+    uint4 v;
+    asm volatile(
+        "{\n\t.reg .b128 v;\n\t.reg .b64 low, high;\n\t"
+        "ld.relaxed.gpu.global.b128 v, [%4];\n\tmov.b128 {low, high}, v;\n\t"
+        "mov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(pointer)
+        : "memory");
+    return v;
+}
+
 // Asks for `bytes` (a multiple of 16, from a 16-byte-aligned address) to be brought into L2.
 __device__ __forceinline__ void prefetch_l2(const void* pointer, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes));
+}
+
+// Asks for the 32-byte sector at an address to be brought into L2.
+__device__ __forceinline__ void prefetch_sector_l2(const void* pointer) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
 
 // 16 bytes from global to shared memory without passing registers.

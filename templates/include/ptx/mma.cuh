@@ -20,16 +20,10 @@ __device__ __forceinline__ u32 pack_bf16(f32 low, f32 high) {
     return pair;
 }
 
-// (word & mask) | bits, one instruction.
-__device__ __forceinline__ u32 and_or(u32 word, u32 mask, u32 bits) {
+// x * y + z, rounded once. Subnormal numbers count, in and out.
+__device__ __forceinline__ u32 fma_bf16x2(u32 x, u32 y, u32 z) {
     u32 r;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(word), "r"(mask), "r"(bits));
-    return r;
-}
-
-__device__ __forceinline__ u32 sub_bf16x2(u32 x, u32 y) {
-    u32 r;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
     return r;
 }
 

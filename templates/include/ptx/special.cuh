@@ -4,12 +4,6 @@
 
 namespace ptx {
 
-__device__ __forceinline__ u32 lane_id() {
-    u32 value;
-    asm("mov.u32 %0, %%laneid;" : "=r"(value));
-    return value;
-}
-
 // threadIdx.x, read where it is written: what follows from it is not kept in registers over a loop.
 __device__ __forceinline__ u32 thread_id() {
     u32 value;
@@ -27,12 +21,6 @@ __device__ __forceinline__ u32 lanes_below() {
 __device__ __forceinline__ u32 cluster_rank() {
     u32 value;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));
-    return value;
-}
-
-__device__ __forceinline__ u32 cluster_size() {
-    u32 value;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(value));
     return value;
 }
 

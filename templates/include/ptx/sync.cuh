@@ -5,22 +5,10 @@
 
 namespace ptx {
 
-// Named barrier `id` (0..15) of `threads` threads (a multiple of 32).
-__device__ __forceinline__ void barrier_sync(u32 id, u32 threads) {
-    asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 id, u32 threads) {
-    asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same for warps that are converged: saves the compiler's convergence code.
+// Named barrier `id` (0..15) of `threads` threads (a multiple of 32), of warps that are converged, which saves the
+// compiler's convergence code.
 __device__ __forceinline__ void barrier_sync_aligned(u32 id, u32 threads) {
     asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive_aligned(u32 id, u32 threads) {
-    asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // mbarrier: a u64 in shared memory, addressed by shared_address().
@@ -82,17 +70,8 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive_release() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
 __device__ __forceinline__ void cluster_wait_acquire() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_sync() {
-    cluster_arrive_release();
-    cluster_wait_acquire();
 }
 
 // Programmatic dependent launch; both do nothing in a kernel launched without that attribute.

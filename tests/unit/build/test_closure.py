@@ -40,7 +40,7 @@ def closure_of(include: Path, **changes: object) -> Closure:
     return Closure(**{**given, **changes})  # type: ignore[arg-type]
 
 
-def test_reaches_every_header(include: Path) -> None:
+def test_r24_reaches_every_header(include: Path) -> None:
     assert list(closure_of(include).headers) == ["a.cuh", "c.cuh", "deep/b.cuh"]
 
 
@@ -55,14 +55,14 @@ def test_hash_is_the_documented_text(include: Path) -> None:
     assert closure_of(include).sha256 == sha(text)
 
 
-def test_a_byte_of_a_header_in_a_dead_branch_counts_under_an_old_time(include: Path) -> None:
+def test_r24_a_byte_of_a_header_in_a_dead_branch_counts_under_an_old_time(include: Path) -> None:
     before, times = closure_of(include).sha256, (include / "c.cuh").stat()
     (include / "c.cuh").write_text("#pragma oncE\n")
     os.utime(include / "c.cuh", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert closure_of(include).sha256 != before
 
 
-def test_an_unrelated_file_does_not_count(include: Path) -> None:
+def test_r24_an_unrelated_file_does_not_count(include: Path) -> None:
     before = closure_of(include).sha256
     (include / "unrelated.cuh").write_text("int other;\n")
     assert closure_of(include).sha256 == before
@@ -78,11 +78,11 @@ def test_an_unrelated_file_does_not_count(include: Path) -> None:
         {"source": SOURCE + "\n"},
     ],
 )
-def test_everything_else_counts(include: Path, change: dict[str, object]) -> None:
+def test_r24_everything_else_counts(include: Path, change: dict[str, object]) -> None:
     assert closure_of(include, **change).sha256 != closure_of(include).sha256
 
 
-def test_headers_come_from_the_include_folder_alone(
+def test_r24_headers_come_from_the_include_folder_alone(
     include: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("cwd")

@@ -152,7 +152,7 @@ def test_scatter_and_combine_are_inverse(x: torch.Tensor) -> None:
 
 def test_rows_refuse_what_they_cannot_read() -> None:
     out = torch.empty(4, 16, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"rows: expected shape \[4, 32\]"):
+    with pytest.raises(ValueError, match=r"gate_up: expected shape \[4, 32\]"):
         swiglu_rows(out, out)
     with pytest.raises(ValueError, match="columns, got 12"):
         swiglu_rows(torch.empty(4, 24, dtype=torch.bfloat16), out[:, :12].contiguous())

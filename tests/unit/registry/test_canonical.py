@@ -72,7 +72,7 @@ def test_what_is_no_manifest_is_refused(data, message):
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 63, "0" * 65, "0" * 64 + "\n", "A" * 64, "../" + "0" * 61, 7])
-def test_a_malformed_hash_names_its_entry(digest):
+def test_r02_a_malformed_hash_names_its_entry(digest):
     def edit(raw):
         raw["operators"]["toy"]["programs"]["toy.one.t1"]["builds"]["sm_100a"]["cubin_sha256"] = digest
 

@@ -90,7 +90,7 @@ def test_a_selection_of_another_registry_is_refused(registry, root, api):
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 1), (12, 0), (12, 1), (9, 1), (11, 0)])
-def test_a_gpu_that_is_not_in_the_table(root, capability):
+def test_r08_a_gpu_that_is_not_in_the_table(root, capability):
     api = FakeApi(capabilities=(capability,))
     message = "this GPU is {}.{}, not supported; supported are 9.0 .* 10.0 .* 10.3".format(*capability)
     with pytest.raises(UnsupportedDeviceError, match=message):

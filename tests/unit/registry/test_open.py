@@ -28,7 +28,7 @@ def digest_of(root) -> str:
     return canonical.digest((root / "manifest.json").read_bytes())
 
 
-def test_argument_beats_environment_beats_default(plain, tmp_path, monkeypatch):
+def test_r23_argument_beats_environment_beats_default(plain, tmp_path, monkeypatch):
     other = tmp_path / "other"
     other.mkdir()
     info = s.RegistryInfo(version=__version__, serial=9)
@@ -41,7 +41,7 @@ def test_argument_beats_environment_beats_default(plain, tmp_path, monkeypatch):
     assert Registry.open(plain, path_name="--registry").source == "--registry"
 
 
-def test_an_empty_folder_is_an_error_and_never_falls_back(plain, tmp_path, monkeypatch):
+def test_r23_an_empty_folder_is_an_error_and_never_falls_back(plain, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setattr(_paths, "data_root", lambda: plain)
@@ -54,7 +54,7 @@ def test_an_empty_folder_is_an_error_and_never_falls_back(plain, tmp_path, monke
         Registry.open(empty, path_name="--registry")
 
 
-def test_a_spawned_process_resolves_the_same(plain, monkeypatch):
+def test_r23_a_spawned_process_resolves_the_same(plain, monkeypatch):
     monkeypatch.setenv("CHORD_REGISTRY", str(plain))
     monkeypatch.setenv("PYTHONPATH", str(_paths.PACKAGE.parent))
     code = "from chord.registry import Registry; r = Registry.open(); print(r.root, r.source, r.digest)"
@@ -96,7 +96,7 @@ def test_a_known_variable_is_refused_when_it_says_nothing(monkeypatch):
         Registry.open()
 
 
-def test_an_unknown_variable_is_warned_about_once(plain, monkeypatch):
+def test_r23_an_unknown_variable_is_warned_about_once(plain, monkeypatch):
     monkeypatch.setattr(_settings, "_warned", set())
     monkeypatch.setenv("CHORD_REGISTYR", "/somewhere")
     with pytest.warns(UserWarning, match=r"CHORD_REGISTYR .* did you mean CHORD_REGISTRY\?") as caught:
@@ -124,13 +124,13 @@ def test_only_a_name_that_is_close_is_suggested(name, said, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["{0}", "{0}+cu130"])
-def test_a_local_suffix_is_no_difference(tmp_path, version):
+def test_r10_a_local_suffix_is_no_difference(tmp_path, version):
     made = plain_manifest(version=version.format(__version__))
     assert Registry.open(publish(tmp_path, made)).manifest == made
 
 
 @pytest.mark.parametrize("version", ["0.0.9", "{0}.1", "{0}rc1", ""])
-def test_another_version_is_refused(tmp_path, version):
+def test_r10_another_version_is_refused(tmp_path, version):
     version = version.format(__version__)
     with pytest.raises(ManifestError, match=f"belongs to chord {version}, this is chord {__version__}"):
         Registry.open(publish(tmp_path, plain_manifest(version=version)))

@@ -29,7 +29,7 @@ def test_a_good_store_verifies(root):
     assert (report.checked, report.findings) == (6, ())
 
 
-def test_completeness_comes_from_the_manifest(root):
+def test_r02_completeness_comes_from_the_manifest(root):
     registry = Registry.open(root)
     path_of(registry, "toy.many", "sm_90a").unlink()
     truncated = path_of(registry, "toy.many", "sm_100a")
@@ -61,7 +61,7 @@ def test_completeness_comes_from_the_manifest(root):
         (lambda data: data[:2000] + bytes([data[2000] ^ 1]) + data[2001:], "expected SHA-256"),
     ],
 )
-def test_the_driver_never_sees_other_bytes(root, change, message):
+def test_r03_the_driver_never_sees_other_bytes(root, change, message):
     api = FakeApi()
     registry = samples.opened(root, api)
     path = path_of(registry, "toy.many", "sm_90a")
@@ -96,7 +96,7 @@ def with_cubin(root, name: str, arch: str, data: bytes) -> Registry:
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90", "sm_103a"])
-def test_a_cubin_of_another_architecture_under_the_right_hash(root, arch):
+def test_r07_a_cubin_of_another_architecture_under_the_right_hash(root, arch):
     registry = with_cubin(root, "toy.many", "sm_90a", samples.compiled(samples.kernel_source("toy_many"), arch))
     with pytest.raises(VerificationError, match=f"expected a cubin for sm_90a, found one for {arch}"):
         registry.load("toy.many")
@@ -114,7 +114,7 @@ def test_no_cubin_under_the_right_hash(root):
         with_cubin(root, "toy.many", "sm_90a", LFS_POINTER).load("toy.many")
 
 
-def test_a_kernel_with_another_argument_list(root):
+def test_r10_a_kernel_with_another_argument_list(root):
     registry = Registry.open(root)
     toy = registry.manifest.operators["toy"]
     shorter = msgspec.structs.replace(toy.arms["many"], args=samples.ARGS[:-1])
@@ -125,7 +125,7 @@ def test_a_kernel_with_another_argument_list(root):
         samples.opened(root, FakeApi()).load("toy.many")
 
 
-def test_the_same_symbol_in_different_cubins(tmp_path):
+def test_r01_the_same_symbol_in_different_cubins(tmp_path):
     """Programs A and B both export `k`; only the corrupted one of four cubins fails."""
     store = Store(tmp_path / "cubins")
     programs = {}

@@ -47,7 +47,7 @@ def test_router_jobs_are_small_and_unlike():
 
 
 def test_commands_instrument_chords_kernels_alone():
-    job = Job("racecheck", "fused_router.small", ("fused_router.small.e384.k8.bf16",), (17, 32))
+    job = Job("racecheck", "fused_router.few32", ("fused_router.few32.e384.k8.bf16",), (17, 32))
     words = sanitize.command(job, "/bin/cs")
     assert words[:5] == ["/bin/cs", "--tool", "racecheck", "--racecheck-report", "all"]
     assert words[words.index("--kernel-name") + 1] == "kernel_substring=fused_router"

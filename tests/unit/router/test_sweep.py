@@ -16,18 +16,18 @@ from chord.tune.tuning import Tuning, results_path, write_tuned
 
 PROGRAMS = Registry.open().programs("fused_router", "sm_90a")
 ARMS = {
-    "single": "fused_router.single.e896.k16.f32.t1.bm8",
-    "small": "fused_router.small.e896.k16.f32.bm8",
+    "solo": "fused_router.solo.e896.k16.f32.t1.bm8",
+    "spread": "fused_router.spread.e896.k16.f32.bm8",
     "wide": "fused_router.wide.e896.k16.f32.bm8",
     "general": "fused_router.general.e896.k16.f32",
 }
 ONE_CLASS = router.Part((896,), (8,))
-LIMITS = {"small": 32, "wide": 512}
+LIMITS = {"spread": 32, "wide": 512}
 
 
 def microseconds(arm, tokens):
     """Small ones rise early, `general` begins slow and ends best."""
-    return {"single": 2.0, "small": 2.5 + tokens / 8, "wide": 3.5 + tokens / 60, "general": 9.0 + tokens / 2000}[arm]
+    return {"solo": 2.0, "spread": 2.5 + tokens / 8, "wide": 3.5 + tokens / 60, "general": 9.0 + tokens / 2000}[arm]
 
 
 class FakeBench:
@@ -38,7 +38,7 @@ class FakeBench:
         self.timed = {}
 
     def arms(self, count):
-        admitted = [arm for arm in ARMS if count <= LIMITS.get(arm, count) and (arm != "single" or count == 1)]
+        admitted = [arm for arm in ARMS if count <= LIMITS.get(arm, count) and (arm != "solo" or count == 1)]
         return {arm: PROGRAMS[ARMS[arm]] for arm in admitted}
 
     def time(self, count, arms):
@@ -92,7 +92,7 @@ def test_slow_arms_are_left_out_in_between_only():
     assert "general" in bench.timed[512]
     assert said == []
     best = {interval.arm for interval in measured.intervals(0, 1 << 20, 0.03)}
-    assert best == {"single", "small", "wide", "general"}
+    assert best == {"solo", "spread", "wide", "general"}
 
 
 @given(
@@ -282,7 +282,7 @@ def test_w4a16_sweeps_survive_an_early_end_and_leave_wrong_arms_out(monkeypatch)
 
 
 def test_the_routers_bench_checks_once_and_compares_bits(monkeypatch):
-    """On the CPU, where the reference stands for every program and `small` writes a wrong weight."""
+    """On the CPU, where the reference stands for every program and `spread` writes a wrong weight."""
     import torch
 
     from chord.checks import router as checks
@@ -299,7 +299,7 @@ def test_the_routers_bench_checks_once_and_compares_bits(monkeypatch):
             if ".wide." in self.name:
                 raise RuntimeError("CUDA error: too many resources requested")
             self.run()
-            if ".small." in self.name:
+            if ".spread." in self.name:
                 self.weights[0, 0] += 1e-3
 
     class Timer:
@@ -322,11 +322,11 @@ def test_the_routers_bench_checks_once_and_compares_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     bench = router.RouterBench(896, 8, Timer(), 5)
     arms = bench.arms(1)
-    assert list(arms) == ["general", "single", "small", "wide"]
+    assert list(arms) == ["general", "solo", "spread", "wide"]
     times, wrong = bench.time(1, list(arms))
-    assert times == {"general": [1.0] * 5, "single": [1.0] * 5}
+    assert times == {"general": [1.0] * 5, "solo": [1.0] * 5}
     assert wrong["wide"] == "CUDA error: too many resources requested"
-    assert "small.e896.k16.f32.bm8 is wrong: the bits of topk_weights differ" in wrong["small"]
+    assert "spread.e896.k16.f32.bm8 is wrong: the bits of topk_weights differ" in wrong["spread"]
     assert len(judged) == 1, "the reference is computed once a case"
     assert [subject.activities for subject in subjects_of[0].values()] == [3, 1]
     row = bench.row(1, "general", stats.summarize(times["general"]), "sm_90a")

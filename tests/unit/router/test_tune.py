@@ -186,7 +186,7 @@ def test_any_part_of_the_routers_routes_can_be_replaced(tmp_path, arch, most):
             Box(
                 {"block_m": block_m},
                 {"num_experts": [experts]},
-                [Interval(0, 30, "small"), Interval(31, last, "general")],
+                [Interval(0, 30, "few32"), Interval(31, last, "general")],
             )
             for experts, block_m in part
         ]

@@ -150,7 +150,7 @@ def test_wrong_kinds_of_settings(call, name, value, message):
 
 def test_a_program_can_be_named_on_a_gpu_alone(call):
     with pytest.raises(ValueError, match=r"program: expected None for CPU tensors"):
-        router.prepare_fused_router(call["logits"], call["bias"], top_k=8, block_m=8, program="fused_router.small")
+        router.prepare_fused_router(call["logits"], call["bias"], top_k=8, block_m=8, program="fused_router.few32")
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,11 @@ def grouped_program(monkeypatch):
 @pytest.mark.parametrize("form", w4a16_grouped.FORMS)
 def test_every_grouped_program_meets_every_case(grouped_program, form):
     operator = w4a16_grouped.FORMS[form]
-    found = qualify_w4a16._grouped_problems(operator, ["p"], qualify_w4a16.TINY_SLABS, CPU, tiny=True)
+    name = f"{operator}.mma_r32"
+    found = qualify_w4a16._grouped_problems(operator, [name], qualify_w4a16.TINY_SLABS, CPU, tiny=True)
     forms = sum(taker == operator for taker in w4a16_grouped.FORMS.values())
-    assert len(found["p"]) == len(qualify_w4a16.TINY_SLABS) * len(qualify_w4a16.TINY_SPREADS) * forms
-    assert not any(problem for case in found["p"] for problem in case)
+    assert len(found[name]) == len(qualify_w4a16.TINY_SLABS) * len(qualify_w4a16.TINY_SPREADS) * forms
+    assert not any(problem for case in found[name] for problem in case)
 
 
 @pytest.mark.parametrize("form", w4a16_grouped.FORMS)
