@@ -190,7 +190,7 @@ def test_doctor_lists_variables_that_nobody_knows(tree: Path) -> None:
         name: ("unknown", value) for name, value in unknown.items()
     }
     assert checks["CHORD_PINN"]["advice"] == "did you mean CHORD_PIN?"
-    assert checks["CHORD_DEBUG"]["advice"].startswith("known are CHORD_HUMMING, CHORD_KEY, ")
+    assert checks["CHORD_DEBUG"]["advice"].startswith("known are CHORD_EP_ROWS, CHORD_HUMMING, ")
     assert "did you mean CHORD_PIN?" in run(*words, **unknown).stdout
     assert run(*words, **unknown).returncode == 0
     assert run(*words, "--strict", **unknown).returncode == 1

@@ -156,7 +156,7 @@ def test_r01_the_same_symbol_in_different_cubins(tmp_path):
 
 
 def test_no_variable_turns_verification_off():
-    switches = {"CHORD_HUMMING", "CHORD_SM90_DECODE", "CHORD_USE_GROUPED"}
+    switches = {"CHORD_EP_ROWS", "CHORD_HUMMING", "CHORD_SM90_DECODE", "CHORD_USE_GROUPED"}
     places = {"CHORD_REGISTRY", "CHORD_RECEIPTS"}
     stricter = {"CHORD_PIN", "CHORD_LOCK", "CHORD_KEY", "CHORD_REQUIRE_RECEIPT"}
     assert set(_settings.KNOWN) == switches | places | stricter
