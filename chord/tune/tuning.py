@@ -43,8 +43,9 @@ def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path
     note = f"measured on {tuning.results.gpu}, {tuning.results.date}, bench/results/{path.name}"
     if tuning.boxes:
         own = table or _paths.registry_dir() / f"{tuning.operator}.toml"
-        for each in (own, *borrowers(tuning.operator, own.parent)):
-            write_routes(each, tuning.arch, tuning.boxes, note)
+        write_routes(own, tuning.arch, tuning.boxes, note)
+        for each in borrowers(tuning.operator, own.parent):
+            write_routes(each, tuning.arch, tuning.boxes, f"as {tuning.operator}: {note}")
     return path
 
 
