@@ -344,6 +344,9 @@ TOKEN_CASES = [case for case in CASES if case.empty]
 TOKEN_IDS = [f"{case.operator}-{case.name}" for case in TOKEN_CASES]
 OP_CASES = [case for case in TOKEN_CASES if case.torch_op]
 OP_IDS = [f"{case.operator}-{case.name}" for case in OP_CASES]
+FIRST_CASES = list({case.operator: case for case in reversed(OP_CASES)}.values())
+"""One for each operator, where a test takes a process for each."""
+FIRST_IDS = [case.operator for case in FIRST_CASES]
 MASKED_CASES = [case for case in CASES if case.operator == "moe_w4a16_masked"]
 MASKED_IDS = [case.name for case in MASKED_CASES]
 ROW_CASES = [case for case in CASES if case.alone]

@@ -16,6 +16,8 @@ torch = pytest.importorskip("torch", reason="the operators need torch")
 
 from cases.operators import (  # noqa: E402
     CASES,
+    FIRST_CASES,
+    FIRST_IDS,
     IDS,
     MASKED_CASES,
     MASKED_IDS,
@@ -358,7 +360,7 @@ print(case.problems(given, result))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", OP_CASES, ids=OP_IDS)
+@pytest.mark.parametrize("case", FIRST_CASES, ids=FIRST_IDS)
 def test_r20_first_use_inside_a_capture(case):
     code = FIRST_USE.format(
         paths=[str(_paths.PACKAGE.parent), str(_paths.PACKAGE.parent / "tests")], position=CASES.index(case)

@@ -9,6 +9,7 @@ file; every twentieth cubin also holds damaged bytes for a while, which must be 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import hashlib
 import json
@@ -78,10 +79,12 @@ class Worker:
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.lock = threading.Lock()
+        started = time.monotonic()
         if gpu:
             from load.kernels import Kernels
 
             self.kernels = Kernels(root, threads)
+        self.startup_s = round(time.monotonic() - started, 1)
 
     def run(self) -> dict[str, object]:
         start = time.monotonic()
@@ -102,7 +105,8 @@ class Worker:
             self.faults.append(f"open files grew from {before['descriptors']} to {after['descriptors']}")
         if self.gpu:
             self.faults += self.kernels.faults()
-        return {"counts": dict(self.counts), "faults": self.faults[:20], "before": before, "after": after}
+        report = {"counts": dict(self.counts), "faults": self.faults[:20], "startup_s": self.startup_s}
+        return {**report, "before": before, "after": after}
 
     def _loop(self, number: int, end: float) -> None:
         draw = random.Random(os.getpid() * 100 + number)
@@ -196,9 +200,12 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--gpu", action="store_true", help="launch kernels, too, and compare every result")
+    parser.add_argument("--deadline", type=float, help="end a process after so many seconds (default: twice + 240)")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.deadline = options.deadline or 2 * options.seconds + 240
     if options.worker:
+        faulthandler.dump_traceback_later(options.deadline, exit=True)  # says where a process that hangs is
         print(json.dumps(Worker(options.worker, options.threads, options.seconds, options.gpu).run()))
         return 0
     with tempfile.TemporaryDirectory(prefix="chord-load-") as folder:
@@ -208,7 +215,7 @@ def main() -> int:
 def hammer(root: Path, options: argparse.Namespace) -> int:
     """Run the workers while the cubins are replaced; print what they did."""
     words = [sys.executable, __file__, "--worker", str(root), f"--threads={options.threads}"]
-    words += [f"--seconds={options.seconds}", *(["--gpu"] if options.gpu else [])]
+    words += [f"--seconds={options.seconds}", f"--deadline={options.deadline}", *(["--gpu"] if options.gpu else [])]
     environment = {**os.environ, "CHORD_REGISTRY": str(root)}
     stop, replaced = threading.Event(), []
     replacer = threading.Thread(target=lambda: replaced.append(replace_cubins(root, stop)))
@@ -217,16 +224,17 @@ def hammer(root: Path, options: argparse.Namespace) -> int:
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for _ in range(options.processes)
     ]
-    faults, counts, grown = [], Counter(), 0
+    faults, counts, grown, startup_s = [], Counter(), 0, 0.0
     try:
         for process in processes:
-            out, err = process.communicate(timeout=options.seconds * 2 + 240)
+            out, err = process.communicate(timeout=options.deadline + 60)
             if process.returncode or not out:
                 faults.append(f"a process ended with {process.returncode}: {err[-2000:]}")
                 continue
             report = json.loads(out.splitlines()[-1])
             faults += report["faults"]
             counts.update(report["counts"])
+            startup_s = max(startup_s, report["startup_s"])
             grown = max(grown, report["after"]["rss"] - report["before"]["rss"])
     finally:
         stop.set()
@@ -237,7 +245,8 @@ def hammer(root: Path, options: argparse.Namespace) -> int:
         faults.append("the store is not intact afterwards")
     print(*faults, sep="\n", file=sys.stderr)
     done = {"processes": options.processes, "threads": options.threads, "seconds": options.seconds}
-    print(json.dumps({**done, **counts, "replaced": sum(replaced), "most_growth_bytes": grown, "faults": len(faults)}))
+    done |= {"startup_s": startup_s, "replaced": sum(replaced), "most_growth_bytes": grown, "faults": len(faults)}
+    print(json.dumps({**done, **counts}))
     return 1 if faults or not counts["verified"] or (options.gpu and not counts["launches"]) else 0
 
 

@@ -28,6 +28,6 @@ def test_a_registry_under_load_while_its_cubins_are_replaced():
 
 @pytest.mark.gpu
 def test_kernels_under_load():
-    found = run("--processes", "4", "--threads", "4", "--seconds", "15", "--gpu")
+    found = run("--processes", "4", "--threads", "4", "--seconds", "15", "--gpu", "--deadline", "150")
     assert found["faults"] == 0
     assert found["launches"] > 100, found
