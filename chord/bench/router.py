@@ -61,10 +61,12 @@ def run(
     steady_ms: int = 200,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
+    save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Measures the suite on the current GPU. peers: folder with SGLang's kernels; without it torch alone is the peer.
 
-    progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has no time.
+    progress and save are called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has
+    no time.
     """
     sglang = None if peers is None else SglangRouter(peers)
     versions = {"torch": str(torch.__version__)}
@@ -76,6 +78,7 @@ def run(
         row = measure_cell(cell, timer, sglang, samples)
         results.rows.append(row)
         progress(row)
+        save(results)
     return results
 
 

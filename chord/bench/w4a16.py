@@ -100,12 +100,13 @@ def run(
     steady_ms: int = 200,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
+    save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
     scenarios: some of SHAPES, of w4a16_grouped.SIZES, and w4a16_swiglu.SWIGLU; default all. long: prefill of SHAPES up
-    to 16384 tokens as well. progress is called after each row. Raises RuntimeError when a kernel's result is wrong: a
-    wrong kernel has no time.
+    to 16384 tokens as well. progress and save are called after each row. Raises RuntimeError when a kernel's result is
+    wrong: a wrong kernel has no time.
     """
     from chord.bench import w4a16_grouped, w4a16_swiglu  # which build on this module
 
@@ -118,6 +119,7 @@ def run(
     def add(row: Row) -> None:
         results.rows.append(row)
         progress(row)
+        save(results)
 
     add(measure_read(timer, samples))
     weights: Weights | None = None

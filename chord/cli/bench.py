@@ -54,7 +54,8 @@ def bench_router(
     require_gpu()
     from chord.bench.router import run
 
-    _write(run(peers, scenarios=scenario, samples=samples, commit=commit, progress=_print_row), out)
+    found = run(peers, scenarios=scenario, samples=samples, commit=commit, progress=_print_row, save=_saver(out))
+    _write(found, out)
 
 
 def bench_w4a16(
@@ -81,7 +82,8 @@ def bench_w4a16(
     require_gpu()
     from chord.bench.w4a16 import run
 
-    found = run(peers, scenarios=scenario, long=long, samples=samples, commit=commit, progress=_print_row)
+    save = _saver(out, part)
+    found = run(peers, scenarios=scenario, long=long, samples=samples, commit=commit, progress=_print_row, save=save)
     _write(found, out, part)
 
 
@@ -127,7 +129,8 @@ def tune_router(
     from chord.tune.router import Part, tune
 
     part = Part(tuple(experts or ()), tuple(block_m or ()), max_tokens)
-    _hand_over(tune(part, samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=_saver(out)), out)
+    save = _saver(out, "tune")
+    _hand_over(tune(part, samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=save), out)
 
 
 def tune_w4a16(
@@ -140,7 +143,8 @@ def tune_w4a16(
     _require_tuning()
     from chord.tune.w4a16 import tune
 
-    _hand_over(tune(samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=_saver(out)), out)
+    save = _saver(out, "tune")
+    _hand_over(tune(samples=samples, limit_s=limit_s, commit=commit, progress=_print_row, save=save), out)
 
 
 def _require_tuning() -> None:
@@ -163,12 +167,11 @@ def require_gpu() -> None:
         raise ChordError("this command needs a CUDA device, torch sees none; `chord doctor` says what is there")
 
 
-def _saver(folder: Path) -> Callable[[Results], None]:
+def _saver(folder: Path, part: str = "") -> Callable[[Results], None]:
     """Writes results as they come, so that nothing is lost with the process."""
-    from chord.bench.results import write
-    from chord.tune.tuning import results_path
+    from chord.bench.results import file_name, write
 
-    return lambda results: write(results, results_path(results, folder))
+    return lambda results: write(results, folder / file_name(results, part))
 
 
 def _hand_over(tuning: Tuning, folder: Path) -> None:

@@ -29,7 +29,7 @@ class Tuning:
 
 def results_path(results: Results, folder: Path) -> Path:
     """Where a tuner's results belong."""
-    return folder / file_name(results).replace(".json", "-tune.json")
+    return folder / file_name(results, "tune")
 
 
 def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path:

@@ -14,7 +14,8 @@ pytest.importorskip("torch", reason="the operators need torch")
 
 from chord import _paths
 
-PATHS = os.pathsep.join([str(_paths.PACKAGE.parent), str(_paths.PACKAGE.parent / "tests")])
+ROOT = _paths.PACKAGE.parent
+PATHS = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
 
 
 def fresh(code, *words):

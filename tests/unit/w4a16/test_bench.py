@@ -1,6 +1,7 @@
 """The parts of the W4A16 bench that need no GPU: cells, bytes, tables, plots, regions, plans for peers."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,3 +231,24 @@ def test_events_enclose_one_call_each_and_flushes_grow_until_the_host_is_ahead(c
     made, timer = clock(needed=1 << 30)
     with pytest.raises(timing.TimelineError, match="launched a, b more slowly than the GPU ran them, with up to 8"):
         timer.measure({"a": made.call, "b": made.call}, samples=3)
+
+
+def test_a_run_that_ends_early_leaves_what_it_measured(tmp_path, monkeypatch):
+    from chord.cli import bench
+
+    def stopped_at_the_second_cell(cell, *rest):
+        if cell.tokens == w4a16.DECODE_TOKENS[1]:
+            raise KeyboardInterrupt
+        return row(cell.proj, cell.tokens, 40.0)
+
+    monkeypatch.setattr(bench, "require_gpu", lambda: None)
+    monkeypatch.setattr(w4a16, "describe_run", lambda *given: some_results([]))
+    monkeypatch.setattr(w4a16, "EventTimer", lambda steady_ms: None)
+    monkeypatch.setattr(w4a16, "measure_read", lambda *given: READ)
+    monkeypatch.setattr(w4a16, "make_weights", lambda shape: w4a16.Weights(None, None, SimpleNamespace(shape=shape)))
+    monkeypatch.setattr(w4a16, "measure_cell", stopped_at_the_second_cell)
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench_w4a16(tmp_path, scenario=["ep8_decode"], part="cut")
+    (path,) = tmp_path.iterdir()
+    assert path.name == "2026-12-01-h200-w4a16-cut.json"
+    assert [found.us for found in results.read(path).rows] == [READ.us, 40.0]
