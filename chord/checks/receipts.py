@@ -56,7 +56,13 @@ def folder(named: Path | None) -> Path:
 
 
 def make(verdicts: Sequence[Verdict], device: int, *, tiny: bool) -> Receipt:
-    """The receipt of a run on a device that has just ended."""
+    """The receipt of a run on a device that has just ended. Raises ValueError for a program with two verdicts: which
+    of them would count?
+    """
+    names = [verdict.program for verdict in verdicts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"expected one verdict a program, got several of {', '.join(twice)}")
     operators = sorted({verdict.program.partition(".")[0] for verdict in verdicts})
     return Receipt(
         schema=1,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from chord.checks.qualify import Verdict, qualify_router
 from chord.checks.qualify_w4a16 import qualify_w4a16
-from chord.checks.rows import qualify_rows
 
 _CHECKS = {
     "fused_router": (
@@ -39,7 +38,6 @@ def qualify_all(
     counts: tuple[int, ...] | None = None,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
-    """Verdicts of the router's programs, the route plan's, the W4A16 ones, those that move rows. As qualify_router."""
+    """Verdicts of the router's programs, the route plan's, the W4A16 ones. As qualify_router."""
     verdicts = qualify_router(device, tiny=tiny, only=only, counts=counts, progress=progress)
-    verdicts += qualify_w4a16(device, tiny=tiny, only=only, progress=progress)
-    return verdicts + qualify_rows(device, tiny=tiny, only=only, progress=progress)
+    return verdicts + qualify_w4a16(device, tiny=tiny, only=only, progress=progress)

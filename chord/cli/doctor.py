@@ -94,9 +94,7 @@ def _proof_check(opened: Registry) -> Check:
 def _receipt_check(opened: Registry) -> Check:
     try:
         ran = {
-            arch: [
-                bool(opened.receipts.ran_on(p.builds[arch].cubin_sha256)) for p in opened.programs(arch=arch).values()
-            ]
+            arch: [_has_passed(opened, p.builds[arch]) for p in opened.programs(arch=arch).values()]
             for arch in _architectures(opened)
         }
     except ReceiptError as error:
@@ -187,4 +185,6 @@ def _setting_check(name: str, meaning: str) -> Check:
     for path in (read.lock, read.key):
         if path is not None and not path.is_file():
             return Check(name, "failed", f"{value} is no file", meaning)
+    if read.receipts is not None and not read.receipts.is_dir():
+        return Check(name, "failed", f"{value} is no folder", meaning)
     return Check(name, "ok", value, meaning if name in _settings.WITHOUT_EFFECT else "")

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 import chord
-from chord.checks import rows as row_checks
 from chord.checks.compare import check_ids, check_weights
 from chord.checks.inputs import expert_parallel_ids, normal_case
 from chord.checks.w4a16 import checkpoint, draw_experts, plan_of
 from chord.router.plan import RoutePlan
 from chord.w4a16 import layout, reference
 from chord.w4a16.layout import WeightShape
+from chord.w4a16.rows import combine_rows, scatter_rows, swiglu_rows
 from chord.w4a16.weights import PackedW4A16
 
 Arguments = dict[str, Any]
@@ -268,12 +268,38 @@ def _masked(name: str, shape: WeightShape, **more: Any) -> Case:
     )  # fmt: skip
 
 
+def _swiglu_arguments(rows: int, random: torch.Generator) -> tuple[Arguments, int]:
+    return {"gate_up": torch.randn(rows, 2 * 264, generator=random).to(torch.bfloat16)}, rows
+
+
+def _scatter_arguments(tokens: int, random: torch.Generator) -> tuple[Arguments, int]:
+    x = torch.randn(tokens, 264, generator=random).to(torch.bfloat16)
+    places = torch.randperm(4 * tokens, generator=random).to(torch.int32).view(tokens, 4)
+    return {"x": x, "row_ids": places}, 4 * tokens
+
+
+def _combine_arguments(tokens: int, random: torch.Generator) -> tuple[Arguments, int]:
+    rows = torch.rand(4 * tokens, 264, generator=random).to(
+        torch.bfloat16
+    )  # no signs: a sum that cancels has no digits
+    ids = torch.randint(-1, 9, (tokens, 4), generator=random, dtype=torch.int32)
+    weights = torch.rand(tokens, 4, generator=random)
+    return {"rows": rows, "weights": weights, "topk_ids": ids, "num_experts": 8}, tokens
+
+
+ROW_MOVERS: dict[str, tuple[Callable[..., None], Callable[[int, torch.Generator], tuple[Arguments, int]]]] = {
+    "moe_swiglu": (swiglu_rows, _swiglu_arguments),
+    "moe_scatter": (scatter_rows, _scatter_arguments),
+    "moe_combine": (combine_rows, _combine_arguments),
+}
+
+
 def _rows(operator: str) -> Case:
     """What moves rows into an output that it is given."""
-    function, variants = row_checks._CALLS[operator]
+    function, arguments = ROW_MOVERS[operator]
 
     def make(tokens: int, device: torch.device) -> Arguments:
-        _, given, rows = next(iter(variants(tokens, 264)))
+        given, rows = arguments(tokens, torch.Generator().manual_seed(tokens))
         out = torch.full((rows, 264), 7.0, dtype=torch.bfloat16)
         return moved({**given, "out": out}, device)
 
@@ -334,7 +360,7 @@ CASES = [
     _contiguous("invariant", WeightShape(8, 256, 128, gated=True), swiglu=True, invariant=True),
     _masked("slabs", WeightShape(8, 192, 128)),
     _masked("invariant", WeightShape(4, 256, 128, gated=True), swiglu=True, invariant=True),
-    *(_rows(operator) for operator in row_checks.OPERATORS),
+    *(_rows(operator) for operator in ROW_MOVERS),
     _pack("words", plain=False),
     _pack("codes", plain=True),
     _unpack(),

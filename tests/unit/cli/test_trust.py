@@ -102,14 +102,14 @@ def test_sign_then_verify(tree: Path, tmp_path: Path) -> None:
     assert "not signed" in chord("sign", "--registry", tree, "--key", secret, code=1)
 
 
-def leave_receipt(tree: Path, name: str) -> Path:
+def leave_receipt(tree: Path, name: str, *, passed: bool = True) -> Path:
     opened = Registry.open(tree)
     made = Receipt(
         schema=1, date="2026-11-30T10:00:00Z", gpu="NVIDIA H200", arch="sm_90a",
         driver=DriverVersion(cuda=1, nvidia=None), software={}, manifest_sha256=opened.digest,
         sanitizer=None, tiny=False, checks={},
         programs={name: Outcome(
-            cubin_sha256=opened.programs()[name].builds["sm_90a"].cubin_sha256, cases=1, passed=True)},
+            cubin_sha256=opened.programs()[name].builds["sm_90a"].cubin_sha256, cases=1, passed=passed)},
     )  # fmt: skip
     path = tree / receipts.FOLDER / "h200.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,6 +135,18 @@ def test_receipts_are_shown(tree: Path, tmp_path: Path) -> None:
     assert "h200.json.dsse: signed with key" in chord("sign", "--key", secret, "--receipt", path)
     path.write_text("{}")
     assert "is not a receipt" in chord("ls", "--registry", tree, code=1)
+
+
+def test_doctor_counts_what_passed(tree: Path) -> None:
+    leave_receipt(tree, "toy.many.w64.l2.f32", passed=False)
+    checks = {check["what"]: check for check in json.loads(run("doctor", "--registry", str(tree), "--json").stdout)}
+    assert checks["receipts"]["found"].startswith("sm_90a 0 of")
+
+
+def test_doctor_wants_a_folder_of_receipts(tree: Path, tmp_path: Path) -> None:
+    done = run("doctor", "--registry", str(tree), "--json", CHORD_RECEIPTS=str(tmp_path / "nowhere"))
+    (check,) = (check for check in json.loads(done.stdout) if check["what"] == "CHORD_RECEIPTS")
+    assert (check["status"], "no folder" in check["found"]) == ("failed", True)
 
 
 def test_qualify_says_what_it_cannot_do(tree: Path) -> None:

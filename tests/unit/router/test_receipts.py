@@ -60,6 +60,13 @@ def test_the_command_leaves_a_receipt(gpu, tmp_path, monkeypatch, capsys):
     assert runs.ran_on(found[1].cubin_sha256) == ("NVIDIA H200 (FAILED)",)
 
 
+def test_a_program_with_two_verdicts_gets_no_receipt(gpu):
+    """One of them would decide, and it might not be the one that failed."""
+    (failed,) = verdicts(["3 entries differ"])
+    with pytest.raises(ValueError, match=f"one verdict a program, got several of {failed.program}"):
+        receipts.make([failed, failed._replace(problems=[])], 0, tiny=True)
+
+
 def test_each_run_is_a_file_of_its_own(gpu, tmp_path):
     made = receipts.make(verdicts([]), 0, tiny=True)
     assert len({receipts.write(made, tmp_path, None) for _ in range(3)}) == 3

@@ -18,11 +18,10 @@ def test_every_suite_gets_what_was_asked_and_verdicts_keep_their_order(monkeypat
 
     monkeypatch.setattr(suites, "qualify_router", suite("router"))
     monkeypatch.setattr(suites, "qualify_w4a16", suite("w4a16"))
-    monkeypatch.setattr(suites, "qualify_rows", suite("rows"))
     found = suites.qualify_all(1, tiny=True, only="x*", counts=(3,), progress=print)
-    assert [verdict.program for verdict in found] == ["router", "w4a16", "rows"]
+    assert [verdict.program for verdict in found] == ["router", "w4a16"]
     common = {"tiny": True, "only": "x*", "progress": print}
-    assert asked == [("router", 1, {**common, "counts": (3,)}), ("w4a16", 1, common), ("rows", 1, common)]
+    assert asked == [("router", 1, {**common, "counts": (3,)}), ("w4a16", 1, common)]
 
 
 def test_every_operator_is_qualified_and_says_how():
