@@ -63,7 +63,7 @@ def test_given_counts_are_kept_to(stand_in):
 
 
 def test_tiny_trials_run_and_are_judged_on_the_host(stand_in):
-    program = PROGRAMS["fused_router.few16.e384.k8.bf16.bm8"]
+    program = PROGRAMS["fused_router.few32.e384.k8.bf16.bm8"]
     trials = list(qualify.tiny_trials(program))
     assert [problem for trial in trials for problem in qualify._run(trial, "p", CPU)] == []
     stand_in.add("p")
