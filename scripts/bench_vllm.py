@@ -81,7 +81,10 @@ def run(options: argparse.Namespace) -> None:
 
 def unpacked(peers: Path) -> Path:
     """Humming's wheel as a folder. Its programs must be executable, which zipfile forgets."""
-    (wheel,) = sorted((peers / "whl").glob("humming_kernels-*.whl"))[-1:]
+    wheels = sorted((peers / "whl").glob("humming_kernels-*.whl"))
+    if not wheels:
+        raise SystemExit(f"--peers {peers}: expected a wheel whl/humming_kernels-*.whl in this folder, found none")
+    wheel = wheels[-1]
     folder = Path(tempfile.mkdtemp(prefix="chord-peers-"))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)

@@ -8,11 +8,13 @@ A Dask cluster runs whatever its members send each other: name only one that you
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from threading import Lock, local
+from threading import Lock, get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
 
 import msgspec
 
@@ -26,8 +28,18 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _CONNECT_S = 20
-_mine = local()
-_processes: list[CompilerProcess] = []
+
+
+class _Slot(NamedTuple):
+    """What one compiler of a worker is for: builds share none, and so neither a compiler's pin nor its end."""
+
+    build: str
+    pin: bytes
+    thread: int
+
+
+_processes: dict[_Slot, CompilerProcess] = {}
+_ended: deque[str] = deque(maxlen=1024)  # builds whose late compilations must start nothing any more
 _lock = Lock()
 
 
@@ -40,6 +52,7 @@ class ClusterPool:
         if found is None:
             raise ChordError(f"executor {executor!r}: expected dask://HOST:PORT, the address of a Dask scheduler")
         self._pin = msgspec.msgpack.encode(pin)
+        self._build = uuid4().hex
         self._address = f"tcp://{found[1]}"
 
     def __enter__(self) -> ClusterPool:
@@ -58,7 +71,7 @@ class ClusterPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(Exception):  # a cluster that is going down has nothing left to end
-            self._client.run(_end_processes)
+            self._client.run(_end_processes, self._build)
         self._client.close()
 
     def compile_all(self, requests: Mapping[Key, Request]) -> Iterator[tuple[Key, Result]]:
@@ -66,7 +79,9 @@ class ClusterPool:
         from distributed import as_completed
 
         running: dict[Any, Key] = {
-            self._client.submit(_compile, self._pin, msgspec.msgpack.encode(request), __version__, pure=False): key
+            self._client.submit(
+                _compile, self._build, self._pin, msgspec.msgpack.encode(request), __version__, pure=False
+            ): key
             for key, request in requests.items()
         }
         try:
@@ -88,22 +103,37 @@ class ClusterPool:
         return Result(cubin=None, log=f"{self._address}: the worker ended without a result: {error}")
 
 
-def _compile(pin: bytes, request: bytes, version: str) -> bytes:
-    """Runs on a worker: plain bytes in and out."""
+def _compile(build: str, pin: bytes, request: bytes, version: str) -> bytes:
+    """Runs on a worker: text and plain bytes in, plain bytes out. `build` names the build that ends the compiler."""
     if version != __version__:
         raise ToolchainError(f"it has chord {__version__}, the build is by chord {version}")
-    process: CompilerProcess | None = getattr(_mine, "process", None)
-    if process is None or not process.alive:
-        process = _mine.process = CompilerProcess(msgspec.msgpack.decode(pin, type=ToolchainPin))
-        with _lock:
-            _processes.append(process)
+    process = _compiler(_Slot(build, pin, get_ident()))
     return msgspec.msgpack.encode(process.compile(msgspec.msgpack.decode(request, type=Request)))
 
 
-def _end_processes() -> None:
-    """Runs on each worker when a build has ended: no compiler outlives it."""
+def _compiler(slot: _Slot) -> CompilerProcess:
+    """The compiler of a build and a thread, alive unless the build has ended."""
     with _lock:
-        while _processes:
-            process = _processes.pop()
-            process.end()
-            process.close()
+        process = _processes.get(slot)
+    if process is not None and process.alive:
+        return process
+    if process is not None:
+        process.close()
+    process = CompilerProcess(msgspec.msgpack.decode(slot.pin, type=ToolchainPin))
+    with _lock:
+        if slot.build not in _ended:
+            _processes[slot] = process
+            return process
+    process.end()
+    process.close()
+    return process
+
+
+def _end_processes(build: str) -> None:
+    """Runs on each worker when a build has ended: no compiler of it outlives it, and others are left alone."""
+    with _lock:
+        _ended.append(build)
+        mine = [_processes.pop(slot) for slot in list(_processes) if slot.build == build]
+    for process in mine:
+        process.end()
+        process.close()

@@ -36,10 +36,16 @@ SGLANG = Host(
 
 
 def refusal(host: Host, version: str | None) -> str | None:
-    """Why a release of a host is not served, and what to do; None for one that is."""
+    """Why a release of a host that is there is not served, and what to do; None for one that is.
+
+    version: as `installed` found it, None for a host that can be imported but was not installed as a distribution.
+    """
     wanted = f"{_text(host.first)} <= version < {_text(host.end)}"
     if version is None:
-        return f"chord serves {host.distribution} {wanted}; {host.distribution} is not installed"
+        return (
+            f"chord serves {host.distribution} {wanted}, found one whose version is unknown, since it has no package "
+            f"metadata: install it as a package, or {host.instead}"
+        )
     release = _release(version)
     if release is not None and host.first <= release < host.end:
         return None
@@ -47,7 +53,7 @@ def refusal(host: Host, version: str | None) -> str | None:
 
 
 def installed(host: Host) -> str | None:
-    """The version that is installed, if any. Imports nothing of it."""
+    """The version that is installed, if any metadata tells it. Imports nothing of it."""
     try:
         return metadata.version(host.distribution)
     except metadata.PackageNotFoundError:

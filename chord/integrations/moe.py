@@ -13,11 +13,19 @@ import torch
 
 from chord import _runtime
 from chord.router import RoutePlan, max_route_blocks, route_plan
-from chord.w4a16 import PackedW4A16, moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked
+from chord.w4a16 import PackedW4A16, WeightShape, moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked
+from chord.w4a16.launch import GEMMS
 
 BLOCK_M = 8
 """The kernels join blocks of one expert themselves, so that the smallest wastes least."""
 BOUNDARY_BYTES = 256
+
+INDEXED = ("moe_w4a16", "route_plan", "moe_combine")
+"""The operators of a layer whose rows are found through a plan, as `preload` takes them."""
+CONTIGUOUS = ("moe_w4a16_contiguous", "moe_scatter", "moe_combine")
+"""Those of a layer whose rows are copied into the order of experts."""
+MASKED = ("moe_w4a16_masked",)
+"""Those of a layer over a batched dispatcher's slabs, which it fills and combines itself."""
 
 Piece = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape of a tensor that is cut out of lent memory."""
@@ -140,10 +148,10 @@ def masked(
     moe_w4a16_masked(hidden, w2, counts, expected_rows=expected_rows, invariant=invariant, out=routed)
 
 
-def preload(device: torch.device, projections: Sequence[PackedW4A16], operators: Sequence[str]) -> list[str]:
-    """Loads every program that any number of rows can select for these projections, and those around them.
+def preload(device: torch.device, shapes: Sequence[WeightShape], operators: Sequence[str]) -> list[str]:
+    """Loads every program that any number of rows can select for these projections, of the named operators alone.
 
-    operators: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked. Returns the programs' names; nothing on a CPU.
+    operators: INDEXED, CONTIGUOUS, MASKED, or others that a host calls. Returns the programs' names; nothing on a CPU.
     Afterwards a forward loads nothing, so that it may be captured at once. Raises chord's errors, such as
     VerificationError, NoProgramError and UnsupportedDeviceError.
     """
@@ -152,12 +160,13 @@ def preload(device: torch.device, projections: Sequence[PackedW4A16], operators:
     index = torch.cuda.current_device() if device.index is None else device.index
     registry, found = _runtime.registry(), set[str]()
     for operator in operators:
-        for packed in projections:
-            shape = packed.shape
-            ranges = {"n": shape.n, "k": shape.k, "experts": shape.experts}
+        for ranges in _problems(operator, shapes):
             found.update(registry.preload(operator, ranges, index))
-    if "moe_w4a16" in operators:
-        found.update(registry.preload("route_plan", {"block_m": BLOCK_M}, index))
-    for operator in ("moe_swiglu", "moe_scatter", "moe_combine"):
-        found.update(registry.preload(operator, None, index))
     return sorted(found)
+
+
+def _problems(operator: str, shapes: Sequence[WeightShape]) -> list[dict[str, int]]:
+    """What a layer asks of an operator, whatever the number of rows."""
+    if operator in GEMMS:
+        return [{"n": shape.n, "k": shape.k, "experts": shape.experts} for shape in shapes]
+    return [{"block_m": BLOCK_M} if operator == "route_plan" else {}]

@@ -56,8 +56,13 @@ def check_out(out: torch.Tensor, x: torch.Tensor, shape: WeightShape, swiglu: bo
     check_devices({"x": x, "out": out})
 
 
-def check_buffers(x: torch.Tensor, packed: torch.Tensor, rows: GroupedRows, settings: Settings, out: Any) -> None:  # noqa: ANN401
-    """Addresses that the kernels rely on: 16-byte boundaries, and an output that overlaps nothing that is read."""
+def check_buffers(
+    x: torch.Tensor, packed: torch.Tensor, rows: GroupedRows, settings: Settings, out: torch.Tensor
+) -> None:
+    """x, packed, m_indices, row_weight and out start on 16-byte boundaries, and out shares no byte with the others.
+
+    offsets and counts are not looked at: they may start anywhere, and it is the caller who keeps them apart from out.
+    """
     inputs = {"x": x, "packed": packed}
     if isinstance(rows, ContiguousRows) and rows.m_indices is not None:
         inputs["m_indices"] = rows.m_indices

@@ -187,7 +187,7 @@ def unpack(packed: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, shape
 
 def move_rows(operator: str, device: int, values: dict[str, int]) -> None:
     """Launches moe_swiglu, moe_scatter or moe_combine with arguments of its contract, checked by rows.py."""
-    _launch(_row_mover(operator, device), device, values)
+    _launch(_row_mover(operator, device, values["num_units"]), device, values)
 
 
 def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPERATOR) -> list[Interval]:
@@ -255,10 +255,10 @@ def _mover(operator: str, device: int, blocks: int) -> Kernel:
     return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_blocks": blocks}).program_name)
 
 
-@lru_cache(maxsize=64)
-def _row_mover(operator: str, device: int) -> Kernel:
+@lru_cache(maxsize=1024)
+def _row_mover(operator: str, device: int, units: int) -> Kernel:
     arch = _runtime.architecture(device)
-    return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_units": 1}).program_name)
+    return _load(operator, device, _runtime.registry().lookup(operator, arch, {"num_units": units}).program_name)
 
 
 def _move(operator: str, device: int, values: dict[str, int], shape: WeightShape) -> None:

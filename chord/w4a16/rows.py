@@ -2,17 +2,22 @@
 
 For hosts that bring their own order of rows. Each function writes an output that is given; what it does not name keeps
 what it held. `limit` is one int32 or int64 on the device: sorted rows at and beyond it do not exist.
+Row ids and `limit` are contents of device memory, which no kernel checks: a row id below `limit` (every one, without a
+limit) must be below the number of rows on the sorted side, or the kernel reads or writes memory that is not the
+tensor's. On a CPU such an id names nothing.
 """
 
 from __future__ import annotations
 
 import torch
 
-from chord.router.validate import check_devices, check_memory, check_tensor
+from chord.router.validate import check_devices, check_int, check_memory, check_tensor
 from chord.w4a16 import launch
 
 WARP_COLUMNS = 256
 COLUMN_STEP = 8
+MAX_ROWS = (1 << 31) - 1
+"""Most rows, or pairs of a token and a route: the kernels count them in 32 bits."""
 
 
 def swiglu_rows(
@@ -25,11 +30,13 @@ def swiglu_rows(
 ) -> None:
     """out[row_ids[r]] = silu(gate_up[r, :I]) * gate_up[r, I:], in float32 up to the one rounding.
 
-    gate_up: [R, 2 I], out: [R, I]; bfloat16. row_ids: int32 [R], default r; a negative one leaves its row out.
-    counts: int32 [E], where R rows are E slabs: of slab e the first counts[e] exist.
+    gate_up: [R, 2 I], out: [R, I]; bfloat16. row_ids: int32 [R], distinct, default r; a negative one and one at or
+    beyond `limit` leave their row out. Others must be below R, so `limit` at most R: the kernel checks neither.
+    counts: int32 [E], where R rows are E slabs: of slab e the first counts[e] exist. R is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
     rows, width = _sizes("gate_up", gate_up, out, 2)
+    check_int("gate_up (rows)", rows, 0, MAX_ROWS)
     _check(out, {"gate_up": gate_up, "row_ids": row_ids, "limit": limit, "counts": counts})
     if row_ids is not None:
         check_tensor("row_ids", row_ids, (torch.int32,), (rows,))
@@ -54,13 +61,16 @@ def swiglu_rows(
 def scatter_rows(
     x: torch.Tensor, out: torch.Tensor, row_ids: torch.Tensor, *, limit: torch.Tensor | None = None
 ) -> None:
-    """out[row_ids[t, j]] = x[t] for places from 0 to limit - 1 (or to the end of out).
+    """out[row_ids[t, j]] = x[t] for row ids from 0 to limit - 1.
 
-    x: [M, H], out: [R, H]; bfloat16. row_ids: int32 [M, k], distinct. Raises TypeError or ValueError for anything else.
+    x: [M, H], out: [R, H]; bfloat16. row_ids: int32 [M, k], distinct; a negative one and one at or beyond `limit` are
+    left out. Others must be below R, so `limit` at most R: the kernel checks neither. M * k is below 2^31.
+    Raises TypeError or ValueError for anything else.
     """
     _, width = _sizes("out", out, out, 1)
     check_tensor("x", x, (torch.bfloat16,), (None, width))
     check_tensor("row_ids", row_ids, (torch.int32,), (x.shape[0], None))
+    check_int("row_ids (pairs)", row_ids.numel(), 0, MAX_ROWS)
     _check(out, {"x": x, "row_ids": row_ids, "limit": limit})
     pairs, top_k = row_ids.numel(), row_ids.shape[1]
     if x.is_cuda:
@@ -88,11 +98,14 @@ def combine_rows(
 
     rows: [R, H], out: [M, H]; bfloat16. weights: float32 [M, k]. topk_ids: int32 [M, k], global: routes with an id
     outside 0..num_experts-1, and those that expert_map (int32 [num_experts]) gives a negative local id, do not count;
-    their rows are not read. row_ids: int32 [M, k], default t * k + j; rows at and beyond `limit` do not count either.
+    their rows are not read. row_ids: int32 [M, k], default t * k + j; negative ones and those at and beyond `limit` do
+    not count either. Others must be below R, so `limit` at most R: the kernel checks neither. M * k is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
     tokens, width = _sizes("out", out, out, 1)
     check_tensor("topk_ids", topk_ids, (torch.int32,), (tokens, None))
+    check_int("out (rows)", tokens, 0, MAX_ROWS)
+    check_int("topk_ids (pairs)", topk_ids.numel(), 0, MAX_ROWS)
     check_tensor("weights", weights, (torch.float32,), tuple(topk_ids.shape))
     check_tensor("rows", rows, (torch.bfloat16,), (None, width))
     if expert_map is not None:
@@ -108,12 +121,15 @@ def combine_rows(
         pointers = {"x": rows, "out": out, **tensors}
         _launch("moe_combine", pointers, tokens, width, limit, top_k=top_k, num_experts=num_experts)
         return
+    if not rows.shape[0]:  # nothing that an id could name
+        out.zero_()
+        return
     counted = (topk_ids >= 0) & (topk_ids < num_experts)
     if expert_map is not None:
         counted &= expert_map[topk_ids.clamp(0, num_experts - 1).long()] >= 0
     places = torch.arange(topk_ids.numel()).view_as(topk_ids) if row_ids is None else row_ids.long()
     counted &= (places >= 0) & (places < _limit_of(limit, rows.shape[0]))
-    found = rows[places.clamp(0, max(rows.shape[0] - 1, 0))].float() * weights.unsqueeze(-1)
+    found = rows[places.clamp(0, rows.shape[0] - 1)].float() * weights.unsqueeze(-1)
     out.copy_(torch.where(counted.unsqueeze(-1), found, 0.0).sum(dim=1))
 
 

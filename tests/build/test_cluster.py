@@ -6,17 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import toytree
 from chord import _paths
+from chord._version import __version__
+from chord.build import cluster as cluster_module
 from chord.build.cluster import ClusterPool
-from chord.build.toolchain import load
+from chord.build.nvrtc import Request, Result
+from chord.build.toolchain import ToolchainPin, load
 from chord.build.tree import Tree
-from chord.errors import ChordError
+from chord.errors import ChordError, ToolchainError
 
 CLUSTER = """
 import sys
@@ -71,25 +76,31 @@ def chord(*words: object, code: int = 0) -> str:
     return done.stdout + done.stderr if code else done.stdout
 
 
-def compilers() -> set[int]:
-    """Processes of this machine that run our compiling loop."""
+def compilers(factory: pytest.TempPathFactory) -> set[int]:
+    """Processes that run our compiling loop for clusters of this run: those are told the folder of its script.
+
+    Others of this machine come and go as other builds do.
+    """
+    folder = os.fsencode(factory.getbasetemp())
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"chord.build.worker" in path.read_bytes():
+            said = path.read_bytes()
+            if b"chord.build.worker" in said and folder in said:
                 found.add(int(path.parent.name))
         except OSError:
             continue
     return found
 
 
-def test_the_cluster_gives_the_same_bytes(tree: Tree, built: Tree, cluster: str) -> None:
-    before = compilers()
+def test_the_cluster_gives_the_same_bytes(
+    tree: Tree, built: Tree, cluster: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     report = json.loads(chord("build", "--root", tree.root, "--executor", cluster, "--json"))
     assert report["compiled"] == toytree.CUBINS
     assert tree.manifest.read_bytes() == built.manifest.read_bytes()
     assert {path.name for path in tree.store.iterdir()} == {path.name for path in built.store.iterdir()}
-    assert compilers() <= before, "no compiler outlives the build"
+    assert not compilers(tmp_path_factory), "no compiler outlives the build"
 
 
 def test_a_compile_error_there_publishes_nothing(built: Tree, cluster: str) -> None:
@@ -99,6 +110,100 @@ def test_a_compile_error_there_publishes_nothing(built: Tree, cluster: str) -> N
     assert "12 cubins could not be built" in said
     assert 'identifier "nowhere" is undefined' in said
     assert built.manifest.read_bytes() == before
+
+
+class Compiler:
+    """In the place of a compiler's process: its result names the pin that it was started with."""
+
+    def __init__(self, pin: ToolchainPin) -> None:
+        self.pin, self.alive, self.closed = pin, True, False
+        STARTED.append(self)
+
+    def compile(self, request: Request) -> Result:
+        return Result(cubin=None, log=self.pin.identity if self.alive else "ended")
+
+    def end(self) -> int:
+        self.alive = False
+        return -9
+
+    def close(self) -> None:
+        self.closed = True
+
+
+STARTED: list[Compiler] = []
+
+
+@pytest.fixture
+def worker(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Compiles for a build with a version pinned, on this thread, as a worker's does; returns which version did."""
+    monkeypatch.setattr(cluster_module, "CompilerProcess", Compiler)
+    monkeypatch.setattr(cluster_module, "_processes", {})
+    monkeypatch.setattr(cluster_module, "_ended", deque(maxlen=4))
+    STARTED.clear()
+    pin = load(tree.toolchain)
+    request = msgspec.msgpack.encode(Request(name="a", source="", headers={}, options=()))
+
+    def compiled(build: str, version: str) -> str:
+        compiler = msgspec.structs.replace(pin.compiler, version=version)
+        wanted = msgspec.msgpack.encode(msgspec.structs.replace(pin, compiler=compiler))
+        answer = cluster_module._compile(build, wanted, request, __version__)
+        return msgspec.msgpack.decode(answer, type=Result).log.rpartition(" ")[2]
+
+    return compiled
+
+
+def test_two_pins_on_one_worker(worker: Callable[..., str]) -> None:
+    """Builds that take turns, and one whose pin changes: each request is compiled by the pin that it brings."""
+    turns = [("a", "12.9.1"), ("b", "13.0.0"), ("a", "12.9.1"), ("b", "13.0.0"), ("b", "12.9.1")]
+    assert [worker(*turn) for turn in turns] == [version for _, version in turns]
+    assert len(STARTED) == 3, "kept from request to request"
+
+
+def test_a_build_ends_its_own_compilers_alone(worker: Callable[..., str]) -> None:
+    worker("a", "12.9.1")
+    worker("b", "12.9.1")
+    cluster_module._end_processes("a")
+    first, second = STARTED
+    assert not first.alive
+    assert first.closed
+    assert second.alive
+    assert worker("b", "12.9.1") == "12.9.1"
+    assert len(STARTED) == 2
+    assert worker("a", "12.9.1") == "ended", "a request that comes late gets no result"
+    assert not STARTED[-1].alive
+    assert STARTED[-1].closed
+    cluster_module._end_processes("b")
+    assert cluster_module._processes == {}
+
+
+def test_a_compiler_that_died_is_replaced(worker: Callable[..., str]) -> None:
+    worker("a", "12.9.1")
+    STARTED[0].end()
+    assert worker("a", "12.9.1") == "12.9.1"
+    assert STARTED[0].closed
+    assert list(cluster_module._processes.values()) == STARTED[1:]
+
+
+def test_a_worker_takes_the_pin_of_each_build(
+    tree: Tree, cluster: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On a real cluster: a compiler that another build has running does not hide a pin that cannot be had."""
+    pin = load(tree.toolchain)
+    libraries = {platform: dict.fromkeys(files, "0" * 64) for platform, files in pin.libraries.items()}
+    options = pin.options("sm_90a")
+    request = Request(name="a.cu", source='extern "C" __global__ void a() {}', headers={}, options=options)
+    four = dict.fromkeys(range(4), request)  # so that both workers have one
+    with ClusterPool(pin, cluster) as right:
+        assert all(result.cubin for _, result in right.compile_all(four))
+        before = compilers(tmp_path_factory)
+        assert before
+        with (
+            pytest.raises(ToolchainError, match="cannot compile"),
+            ClusterPool(msgspec.structs.replace(pin, libraries=libraries), cluster) as wrong,
+        ):
+            list(wrong.compile_all(four))
+        assert before <= compilers(tmp_path_factory), "the build that goes on keeps its own"
+        assert all(result.cubin for _, result in right.compile_all(four))
 
 
 @pytest.mark.parametrize(

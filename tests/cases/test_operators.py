@@ -86,11 +86,11 @@ def test_r05_a_device_that_is_not_the_current_one(case):
 def test_r12_a_row_does_not_depend_on_its_company(case, company, device):
     """One token alone and among others, in one arm: the same bits.
 
-    Where counts change the arm, an operator's own tests say what may change; `invariant` cases and the reference are
-    one arm throughout.
+    Where counts change the arm, an operator's own tests say what may change. `invariant` cases and the reference are
+    one arm throughout, and the W4A16 arms that are routed on one architecture give the same bits (docs/w4a16.md).
     """
-    counts = (7, 64, 300, 1024) if device.type == "cpu" or case.name == "invariant" else (7,)
-    for tokens in counts:
+    one_arm = device.type == "cpu" or case.operator.startswith("moe_w4a16")
+    for tokens in (7, 64, 300, 1024) if one_arm else (7,):
         given = case.make(tokens, device)
         name, rows = next(iter(tensors_of(given).items()))
         kept = tokens // 2
@@ -103,8 +103,7 @@ def test_r12_a_row_does_not_depend_on_its_company(case, company, device):
             given = with_tensor(given, name, others)
         among = case.row(case.call(**given), kept)
         alone = case.row(case.call(**case.alone(given, kept)), 0)
-        if device.type == "cpu" or case.name == "invariant" or case.operator == "fused_router":
-            assert same_bits(among, alone), tokens
+        assert same_bits(among, alone), tokens
 
 
 def test_r13_scale_is_applied_once_and_the_bias_selects_alone(device):
@@ -198,8 +197,7 @@ def test_r15_experts_that_live_elsewhere(device):
         alone = chord.route_plan(ids[token, pairs][:, None].contiguous(), 48, 8)
         repeated = x[token : token + 1].expand(len(pairs), -1).contiguous()
         got = chord.moe_w4a16(repeated, packed, alone, top_k=1, block_m=8)
-        if device.type == "cpu":
-            assert same_bits([got], [results[0].view(64, 8, 128)[token, pairs]])
+        assert same_bits([got], [results[0].view(64, 8, 128)[token, pairs]])
 
 
 @pytest.mark.parametrize("group", [0, 16, 64, 128, -1])

@@ -31,6 +31,14 @@ def wanted(layer, weights, given):
     return host.reference(weights, given, layer.expert_map)
 
 
+def check(out: torch.Tensor, right: torch.Tensor) -> None:
+    """Close; and nothing at all where no route of any token leads to this rank."""
+    if right.any():
+        assert host.error(out, right) < bench.MOST_ERROR
+    else:
+        assert not out.any()
+
+
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_two_layers_in_turn_eager_and_captured(two_layers, tokens: int) -> None:
     made, kind = two_layers
@@ -42,8 +50,7 @@ def test_two_layers_in_turn_eager_and_captured(two_layers, tokens: int) -> None:
     for layer, weights in made:
         host.run(layer, given)
         host.poison_workspaces()
-        error = host.error(host.run(layer, given)[rows], wanted(layer, weights, given)[rows])
-        assert error < bench.MOST_ERROR or tokens == 1
+        check(host.run(layer, given)[rows], wanted(layer, weights, given)[rows])
         graphs.append(bench.capture(layer, given))
     for seed in (1, 2):  # other tokens and routes at the same addresses
         for old, new in zip(given, host.routed(tokens, made[0][0].moe_config, seed, missing=tokens > 1), strict=True):
@@ -52,11 +59,7 @@ def test_two_layers_in_turn_eager_and_captured(two_layers, tokens: int) -> None:
         for graph, _ in graphs * 2:
             graph.replay()
         for (layer, weights), (_, out) in zip(made, graphs, strict=True):
-            right = wanted(layer, weights, given)
-            if right[rows].any():
-                assert host.error(out[rows], right[rows]) < bench.MOST_ERROR
-            else:
-                assert not out[rows].any()
+            check(out[rows], wanted(layer, weights, given)[rows])
 
 
 def test_nothing_is_allocated_or_loaded_by_a_forward(two_layers) -> None:

@@ -32,8 +32,8 @@ def activate() -> bool:
             getattr(present, "__file__", "elsewhere"),
         )
         return False
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
+    if present is None and sys.path[:1] != [str(ROOT)]:  # anywhere else, another humming may be found before it
+        sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(ROOT))]
         _log.info("chord stands in for humming, from %s", ROOT)
     return True
 

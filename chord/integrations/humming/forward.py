@@ -85,7 +85,8 @@ def humming_forward(
     """One projection of the rows that sorted_ids or expert_layout name, written to `outputs`.
 
     valid_shape_m: about how many rows there are on this rank; it only chooses among kernels. expert_layout: prefix sums
-    [E + 1] (contiguous) or counts [E] (masked). Raises NotImplementedError for scales, zero points and biases.
+    [E + 1] (contiguous) or counts [E] (masked). Raises NotImplementedError for scales, zero points, biases and
+    dense layers.
     """
     for name, tensor in absent.items():
         if tensor is not None:
@@ -103,10 +104,12 @@ def humming_forward(
     elif kind == GemmType.GROUPED_CONTIGUOUS:
         rows = outputs.view(-1, config.shape_n)
         moe_w4a16_contiguous(inputs.contiguous(), packed, offsets=expert_layout, out=rows, **options)
-    else:
+    elif kind == GemmType.GROUPED_MASKED:
         slabs = inputs.contiguous().view(config.num_experts, -1, config.shape_k)
         rows = outputs.view(config.num_experts, -1, config.shape_n)
         moe_w4a16_masked(slabs, packed, expert_layout, out=rows, **options)  # type: ignore[arg-type]
+    else:
+        refuse(f"the gemm type {kind.value}")
     return outputs
 
 

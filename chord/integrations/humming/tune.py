@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from chord import _runtime
+import torch
+
+from chord.integrations import moe
 from chord.integrations.humming.config import GemmType, LayerConfig
 from chord.integrations.humming.refusals import refuse
-from chord.integrations.moe import BLOCK_M
 from chord.w4a16.launch import CONTIGUOUS, MASKED, OPERATOR
 
 OPERATORS = {
@@ -17,6 +18,7 @@ OPERATORS = {
 }
 MOST_ROWS = 1 << 30
 ROW_OPERATORS = ("moe_swiglu", "moe_scatter")
+"""What `may_process_input` launches; vLLM makes its plans and combines by itself."""
 
 
 def get_heuristics_config(
@@ -33,9 +35,6 @@ def get_heuristics_config(
     if operator is None:
         refuse(f"the gemm type {GemmType(gemm_type).value}")
     if layer_config.device_index is not None:
-        shape, registry = layer_config.shape, _runtime.registry()
-        ranges = {"n": shape.n, "k": shape.k, "experts": shape.experts}
-        registry.preload(operator, ranges, layer_config.device_index)
-        for name in ROW_OPERATORS:
-            registry.preload(name, None, layer_config.device_index)
-    return [[0, MOST_ROWS, {"block_shape": [BLOCK_M, 256, 64]}]]
+        device = torch.device("cuda", layer_config.device_index)
+        moe.preload(device, [layer_config.shape], (operator, *ROW_OPERATORS))
+    return [[0, MOST_ROWS, {"block_shape": [moe.BLOCK_M, 256, 64]}]]

@@ -75,7 +75,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
                 delattr(layer, f"{name}_weight_{suffix}")
             layer.register_parameter(f"{name}_weight", torch.nn.Parameter(packed.data, requires_grad=False))
             self._weights.append(packed)
-        moe.preload(self._weights[0].device, self._weights, ["moe_w4a16"])
+        moe.preload(self._weights[0].device, [packed.shape for packed in self._weights], moe.INDEXED)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:  # noqa: ANN401 - SGLang's
         """[M, H] from the tokens and their local ids, -1 for what is elsewhere; memory comes from torch's allocator."""

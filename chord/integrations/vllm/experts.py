@@ -36,7 +36,7 @@ class ChordExperts(mk.FusedMoEExpertsModular):
     """What the three have in common. w1 and w2 of `apply` are the packed bytes, [E, bytes] uint8."""
 
     operators: ClassVar[tuple[str, ...]]
-    """The operators whose programs are loaded before serving."""
+    """All that `apply` launches: their programs are loaded before serving."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class ChordExperts(mk.FusedMoEExpertsModular):
 class ChordIndexedExperts(ChordExperts):
     """Rows found through a plan: nothing is copied, whatever share of the experts is here."""
 
-    operators = ("moe_w4a16",)
+    operators = moe.INDEXED
 
     def _pieces(self, rows: int, top_k: int) -> tuple[list[moe.Piece], list[moe.Piece]]:
         w2 = self._w2.shape
@@ -216,7 +216,7 @@ class ChordIndexedExperts(ChordExperts):
 class ChordContiguousExperts(ChordExperts):
     """Rows copied into the order of the experts that are here, which vLLM's own operator finds."""
 
-    operators = ("moe_w4a16_contiguous",)
+    operators = moe.CONTIGUOUS
 
     def _pieces(self, rows: int, top_k: int) -> tuple[list[moe.Piece], list[moe.Piece]]:
         w2, pairs = self._w2.shape, rows * top_k
@@ -255,7 +255,7 @@ class ChordContiguousExperts(ChordExperts):
 class ChordMaskedExperts(ChordExperts):
     """Slabs of a batched dispatcher; its finalizer applies the router weights."""
 
-    operators = ("moe_w4a16_masked",)
+    operators = moe.MASKED
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:

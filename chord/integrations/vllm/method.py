@@ -70,7 +70,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(f"{name}_weight", torch.nn.Parameter(packed.data, requires_grad=False))
             self._weights.append(packed)
         device = self._weights[0].device
-        programs = moe.preload(device, self._weights, self.experts_cls.operators)
+        programs = moe.preload(device, [packed.shape for packed in self._weights], self.experts_cls.operators)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
         _say_once(self.experts_cls.__name__, programs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from chord import _paths
 from chord.errors import UnsupportedDeviceError
-from chord.integrations import hosts, humming
+from chord.integrations import hosts, humming, moe
 from chord.integrations.humming import config, dtypes, schema
 from chord.integrations.humming.forward import SWIGLU, humming_forward, may_process_input
 from chord.integrations.humming.transform import prepare_and_transform_humming_tensors
@@ -54,6 +55,17 @@ def test_activated_it_is_what_is_imported() -> None:
     )
     assert run(code).split() == ["True", "True", "True"]
     assert run("import humming; print(humming.__file__)", humming.ROOT) == str(humming.ROOT / "humming" / "__init__.py")
+
+
+def test_activated_it_wins_over_another_humming_that_is_found_earlier(tmp_path: Path) -> None:
+    (tmp_path / "humming").mkdir()
+    (tmp_path / "humming" / "__init__.py").touch()
+    code = (
+        "import sys; from chord.integrations.humming import ROOT, activate, is_ours; "
+        f"sys.path[:0] = [{str(tmp_path)!r}, str(ROOT)]; print(activate(), activate(), sys.path.count(str(ROOT))); "
+        "import humming; print(is_ours(humming), activate())"
+    )
+    assert run(code).split() == ["True", "True", "1", "True", "True"]
 
 
 def test_another_humming_that_is_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +231,29 @@ def test_scales_of_a_forward_are_refused() -> None:
     assert not out.isnan().any()
     with pytest.raises(NotImplementedError, match="bias of a forward call"):
         humming_forward(made, inputs=x, weight=tensors["weight"], bias=x, **given)
+
+
+def test_a_dense_forward_is_not_taken_for_a_masked_one() -> None:
+    made, tensors = transformed(1, 64, 64)
+    x = torch.randn(1, 64).to(torch.bfloat16)
+    out = torch.full((1, 64), 7.0, dtype=torch.bfloat16)
+    given = {"outputs": out, "valid_shape_m": 1, "expert_layout": torch.tensor([1], dtype=torch.int32)}
+    with pytest.raises(NotImplementedError, match=rf"the gemm type dense is not served; .*{WAY_OUT}"):
+        humming_forward(made, inputs=x, weight=tensors["weight"], compute_config='{"gemm_type": "dense"}', **given)
+    assert bool((out == 7.0).all())
+    compute = '{"gemm_type": "grouped_masked"}'
+    humming_forward(made, inputs=x, weight=tensors["weight"], compute_config=compute, **given)
+    assert not bool((out == 7.0).all())
+
+
+def test_what_may_be_launched_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projection's own operator and what moves rows; plans and sums are vLLM's."""
+    asked = []
+    monkeypatch.setattr(moe, "preload", lambda *given: asked.append(given))
+    made, _ = transformed(1, 64, 128)
+    made = dataclasses.replace(made, device_index=3)
+    get_heuristics_config(
+        layer_config=made, use_f16_accum=False, use_batch_invariant=False, gemm_type="grouped_contiguous"
+    )
+    operators = ("moe_w4a16_contiguous", "moe_swiglu", "moe_scatter")
+    assert asked == [(torch.device("cuda", 3), [made.shape], operators)]

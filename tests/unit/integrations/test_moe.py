@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from chord import _runtime
 from chord.integrations import moe
-from chord.w4a16 import PackedW4A16, pack_w4a16
+from chord.w4a16 import PackedW4A16, WeightShape, pack_w4a16
 from chord.w4a16.reference import contract_weights
 from chord.w4a16.rows import combine_rows, scatter_rows, swiglu_rows
 
@@ -109,8 +110,45 @@ def test_masked(layer) -> None:
         assert (routed[number, count:] == 7.0).all()
 
 
+def shapes_of(layer) -> list[WeightShape]:
+    return [packed.shape for packed in layer[:2]]
+
+
 def test_a_cpu_has_nothing_to_load(layer) -> None:
-    assert moe.preload(torch.device("cpu"), layer[:2], ["moe_w4a16"]) == []
+    assert moe.preload(torch.device("cpu"), shapes_of(layer), moe.INDEXED) == []
+
+
+@pytest.mark.parametrize(
+    ("operators", "around"),
+    [
+        (moe.INDEXED, {"route_plan": {"block_m": moe.BLOCK_M}, "moe_combine": {}}),
+        (moe.CONTIGUOUS, {"moe_scatter": {}, "moe_combine": {}}),
+        (moe.MASKED, {}),
+    ],
+)
+def test_what_is_launched_is_loaded_and_nothing_else(layer, operators, around, monkeypatch) -> None:
+    asked = []
+
+    class Recorder:
+        def preload(self, operator: str, ranges: dict[str, int], device: int) -> tuple[str, ...]:
+            asked.append((operator, ranges, device))
+            return (f"{operator}.some",)
+
+    monkeypatch.setattr(_runtime, "registry", Recorder)
+    found = moe.preload(torch.device("cuda", 2), shapes_of(layer), operators)
+    gemm, *others = operators
+    assert others == list(around)
+    projections = [{"n": s.n, "k": s.k, "experts": s.experts} for s in shapes_of(layer)]
+    wanted = [(gemm, ranges, 2) for ranges in projections]
+    assert asked == wanted + [(operator, ranges, 2) for operator, ranges in around.items()]
+    assert found == sorted(f"{operator}.some" for operator in operators)
+
+
+@pytest.mark.parametrize("operators", [moe.INDEXED, moe.CONTIGUOUS, moe.MASKED])
+def test_the_registry_has_what_is_loaded(layer, operators) -> None:
+    for operator in operators:
+        keys = {key for axis in _runtime.operator(operator).axes for key in axis.keys}
+        assert all(keys.issuperset(ranges) for ranges in moe._problems(operator, shapes_of(layer)))
 
 
 def test_rows_that_do_not_exist_are_neither_read_nor_written() -> None:
@@ -161,3 +199,31 @@ def test_rows_refuse_what_they_cannot_read() -> None:
     ids = torch.zeros(4, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="rows: expected one for each of 8 pairs, got 4"):
         combine_rows(torch.empty(4, 16, dtype=torch.bfloat16), out, torch.ones(4, 2), ids, num_experts=1)
+
+
+def test_rows_that_32_bits_cannot_count_are_refused() -> None:
+    """On tensors without memory."""
+    most, meta = 1 << 31, {"device": "meta"}
+
+    def rows(count: int, width: int = 8) -> torch.Tensor:
+        return torch.empty(count, width, dtype=torch.bfloat16, **meta)
+
+    with pytest.raises(ValueError, match=rf"gate_up \(rows\): expected 0 to {most - 1}, got {most}"):
+        swiglu_rows(rows(most, 16), rows(most))
+    ids = torch.empty(most // 8, 8, dtype=torch.int32, **meta)
+    with pytest.raises(ValueError, match=rf"row_ids \(pairs\): expected 0 to {most - 1}, got {most}"):
+        scatter_rows(rows(most // 8), rows(16), ids)
+    with pytest.raises(ValueError, match=rf"topk_ids \(pairs\): expected 0 to {most - 1}, got {most}"):
+        combine_rows(rows(most), rows(most // 8), ids.float(), ids, num_experts=1)
+    with pytest.raises(ValueError, match=rf"out \(rows\): expected 0 to {most - 1}, got {most}"):
+        combine_rows(rows(0), rows(most), ids.float().view(most, 1)[:, :0], ids.view(most, 1)[:, :0], num_experts=1)
+
+
+def test_a_sum_over_no_rows_is_zero() -> None:
+    """What a rank without a single row combines: ids that are all absent or elsewhere."""
+    out = torch.full((4, 16), 7.0, dtype=torch.bfloat16)
+    ids, places = torch.zeros(4, 2, dtype=torch.int32), torch.full((4, 2), -1, dtype=torch.int32)
+    places[0, 0] = 0
+    none, weights = torch.empty(0, 16, dtype=torch.bfloat16), torch.ones(4, 2)
+    combine_rows(none, out, weights, ids, num_experts=1, row_ids=places, limit=torch.tensor(0))
+    assert not out.any()

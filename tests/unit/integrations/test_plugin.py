@@ -72,7 +72,15 @@ def test_the_extras_declare_the_same_releases(host: hosts.Host) -> None:
 
 def test_an_absent_host() -> None:
     assert hosts.installed(hosts.Host("chord-no-such-host", (0, 1), (0, 2), "")) is None
-    assert "not installed" in str(hosts.refusal(hosts.VLLM, None))
+
+
+@pytest.mark.parametrize("host", [hosts.VLLM, hosts.SGLANG], ids=lambda host: host.distribution)
+def test_a_host_without_metadata(host: hosts.Host) -> None:
+    """One that can be imported, from a folder on the path for example: it is not said to be missing."""
+    said = str(hosts.refusal(host, None))
+    assert f"serves {host.distribution}" in said
+    assert "version is unknown" in said
+    assert "not installed" not in said
 
 
 def layer_config(**changes: object) -> SimpleNamespace:
