@@ -4,8 +4,10 @@
 # An input may take 10 s and 2 GiB. What breaks is kept in build/out/fuzz/<target>; exit 1 if anything was found.
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
-python -c "import atheris" 2>/dev/null || python -m pip install --quiet --editable "$root[fuzz]"
 seconds=${1:-60}
+# Atheris takes anything else for 0, which is no limit.
+[[ $seconds =~ ^[1-9][0-9]*$ ]] || { echo "SECONDS: expected a whole number above 0, got '$seconds'" >&2; exit 2; }
+python -c "import atheris" 2>/dev/null || python -m pip install --quiet --editable "$root[fuzz]"
 shift || true
 targets=("$@")
 if [ "${#targets[@]}" -eq 0 ]; then
