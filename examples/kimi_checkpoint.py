@@ -9,8 +9,8 @@ are expected. Needs torch and safetensors; runs on a GPU that chord has kernels 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -125,10 +125,12 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        target = Path(sys.argv[1])
-        target.mkdir(parents=True, exist_ok=True)
-        main(target)
+    parser = argparse.ArgumentParser(description="A small checkpoint in Kimi's INT4 layout, loaded in two ways.")
+    parser.add_argument("folder", nargs="?", type=Path, help="where the checkpoint stays; default a temporary folder")
+    given = parser.parse_args().folder
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        main(given)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             main(Path(scratch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from chord.build.builder import build
@@ -18,6 +19,9 @@ def _print(step: Step) -> None:
 
 def main() -> int:
     """The exit status."""
+    argparse.ArgumentParser(
+        prog="python -m chord.build", description="Build every cubin and the manifest."
+    ).parse_args()
     try:
         report = build(progress=_print)
     except ChordError as error:

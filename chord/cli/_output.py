@@ -43,13 +43,16 @@ def open_registry(
 
 
 def console() -> Console:
-    """Standard output, looked up at every call so that it can be redirected; wide where no terminal sets a width."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    """Standard output, looked up at every call so that it can be redirected; wide where no terminal sets a width.
+
+    Text is shown as it is: brackets in a path or in a manifest's words are no markup.
+    """
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False)
 
 
 def errors() -> Console:
     """Standard error: progress and failures, so that standard output holds results alone."""
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False)
 
 
 def fail(error: BaseException | str) -> None:

@@ -141,6 +141,7 @@ def prepare_moe_w4a16(
     check_output(out, x, shape, top_k, swiglu)
     check_buffers(x, data, blocks.sorted_token_ids, row_weight, out)
     if not x.is_cuda:
+        check_no_program(program)
         tensors = (x, data, *blocks, row_weight, out)
         scalars = (shape, top_k, block_m, expected_rows, invariant, zero_missing, swiglu)
         return PreparedMoeW4A16(Prepared(lambda: ops.run(*tensors, *scalars), "reference"), out)
@@ -168,6 +169,12 @@ def cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable
     return call
 
 
+def check_no_program(program: str | None) -> None:
+    """Raises ValueError for a program named for CPU tensors."""
+    if program is not None:
+        raise ValueError(f"program: expected None for CPU tensors, which run the reference, got {program!r}")
+
+
 def checked_packed(packed: object) -> PackedW4A16:
     """Raises TypeError for anything but a PackedW4A16: packed bytes alone do not say whether they are gated."""
     if not isinstance(packed, PackedW4A16):
@@ -175,11 +182,18 @@ def checked_packed(packed: object) -> PackedW4A16:
     return packed
 
 
+def check_width(x: torch.Tensor, packed: PackedW4A16) -> None:
+    """Raises ValueError unless rows of x are as long as those of the weights: bytes alone would fit other shapes."""
+    if x.shape[-1] != packed.shape.k:
+        raise ValueError(f"x: expected rows of {packed.shape.k} values, as packed has them, got {x.shape[-1]}")
+
+
 def _checked_rows(x: object, packed: object, top_k: int, block_m: int, expected_rows: int | None) -> int:
     """expected_rows, worked out where it is not given, after checks of what that needs."""
-    experts = checked_packed(packed).shape.experts
+    weights = checked_packed(packed)
     check_tensor("x", x, (torch.bfloat16,), (None, None))
     assert isinstance(x, torch.Tensor)  # noqa: S101 - check_tensor said so
+    check_width(x, weights)
     check_int("top_k", top_k, 1)  # here, as the op's schema would take True for 1
     check_block_m(block_m)
-    return -(-x.shape[0] * top_k // experts) if expected_rows is None else expected_rows
+    return -(-x.shape[0] * top_k // weights.shape.experts) if expected_rows is None else expected_rows

@@ -13,7 +13,7 @@ from chord.w4a16.api import Plan, moe_w4a16
 from chord.w4a16.checkpoint import ExpertReader, Shard
 from chord.w4a16.grouped import moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.layout import LAYOUT_VERSION, SCALE_GROUP, WeightShape
-from chord.w4a16.profiles import Profile, Role, select_profile
+from chord.w4a16.profiles import TP_SIZE, Profile, Role, select_profile
 from chord.w4a16.weights import PackedW4A16, pack_expert
 
 
@@ -105,7 +105,7 @@ class W4A16Experts(torch.nn.Module):
             num_global_experts=reader.num_experts,
             profile=profile,
             role=role,
-            tensor_parallel_size=tp_size if tp_size != 1 else None,
+            tensor_parallel_size=tp_size if tp_size == TP_SIZE else None,  # other shards have no profile of their own
         )
 
     def forward(
@@ -126,7 +126,10 @@ class W4A16Experts(torch.nn.Module):
         invariant: as for `chord.moe_w4a16`. zero_missing: routes whose expert is not here count as zero, which costs
         clearing a buffer of M * k rows; False where every route has its expert here.
         """
+        check_tensor("x", x, (torch.bfloat16,), (None, self.w13_shape.k))
+        check_tensor("topk_ids", topk_ids, (torch.int32,), (x.shape[0], None))
         top_k = topk_ids.shape[1]
+        check_tensor("topk_weights", topk_weights, (torch.float32,), (x.shape[0], top_k))
         if plan is None:
             plan = route_plan(topk_ids, self.num_global_experts, block_m, local_experts=self._local())
         expected_rows = -(-x.shape[0] * top_k // self.num_global_experts)

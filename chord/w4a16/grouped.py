@@ -7,7 +7,7 @@ import torch
 from chord._runtime import Prepared
 from chord.router.validate import check_int, check_tensor
 from chord.w4a16 import grouped_ops, launch
-from chord.w4a16.api import PreparedMoeW4A16, checked_packed, cleared_first
+from chord.w4a16.api import PreparedMoeW4A16, check_no_program, check_width, checked_packed, cleared_first
 from chord.w4a16.grouped_ops import Settings
 from chord.w4a16.grouped_rows import ContiguousRows, GroupedRows, MaskedRows
 from chord.w4a16.validate import check_swiglu
@@ -82,6 +82,8 @@ def moe_w4a16_masked(
     `chord.moe_w4a16_contiguous`; validate names a count outside 0 to T.
     """
     settings = _settings(packed, row_weight, swiglu, expected_rows, invariant, zero_missing)
+    check_tensor("x", x, (torch.bfloat16,), (None, None, None))
+    check_width(x, packed)
     if validate:
         rows = MaskedRows(counts)
         rows.check_values(x, grouped_ops.check(x, packed.data, rows, settings))
@@ -131,6 +133,8 @@ def prepare_moe_w4a16_masked(
 ) -> PreparedMoeW4A16:
     """As `chord.prepare_moe_w4a16_contiguous`, with the arguments of `chord.moe_w4a16_masked`."""
     settings = _settings(packed, row_weight, swiglu, expected_rows, invariant, zero_missing)
+    check_tensor("x", x, (torch.bfloat16,), (None, None, None))
+    check_width(x, packed)
     return _prepare(x, packed, MaskedRows(counts), settings, out, program)
 
 
@@ -149,6 +153,7 @@ def _prepare(
     grouped_ops.check_out(out, x, shape, settings.swiglu)
     grouped_ops.check_buffers(x, data, rows, settings, out)
     if not x.is_cuda:
+        check_no_program(program)
         written = out
         return PreparedMoeW4A16(
             Prepared(lambda: grouped_ops.run(x, data, rows, written, shape, settings), "reference"), out
@@ -183,7 +188,8 @@ def _settings(
 
 def _mean(x: object, packed: object, expected_rows: int | None) -> int:
     """expected_rows, worked out where it is not given."""
-    experts = checked_packed(packed).shape.experts
+    weights = checked_packed(packed)
     check_tensor("x", x, (torch.bfloat16,), (None, None))
     assert isinstance(x, torch.Tensor)  # noqa: S101 - check_tensor said so
-    return -(-x.shape[0] // experts) if expected_rows is None else expected_rows
+    check_width(x, weights)
+    return -(-x.shape[0] // weights.shape.experts) if expected_rows is None else expected_rows

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from chord.router.validate import check_devices, check_memory, check_tensor
+from chord.router.validate import check_devices, check_int, check_memory, check_tensor
 from chord.w4a16 import launch, layout
 from chord.w4a16.layout import CODES_PER_WORD, LAYOUT_VERSION, SCALE_GROUP, WeightShape
 
@@ -67,6 +67,7 @@ def pack_expert(packed: PackedW4A16, expert: int, codes: torch.Tensor, scale: to
     So that a checkpoint's experts need not be in memory at once. Errors as for pack_w4a16.
     """
     shape = packed.shape
+    check_int("expert", expert, 0, shape.experts - 1)
     given, plain = _checkpoint_shape(codes[None], scale[None], shape.gated)
     if (given.n, given.k) != (shape.n, shape.k):
         raise ValueError(f"codes: expected a projection of {shape.n} x {shape.k}, got {given.n} x {given.k}")
