@@ -20,7 +20,7 @@ from chord.checks.suites import qualify_all
 
 
 def main() -> int:
-    """0 when every program passed, 1 when one failed or none was meant."""
+    """0 when every program passed, 1 when one failed or none was meant, 2 when nothing could be run."""
     parser = argparse.ArgumentParser(prog="python -m chord.checks", description="Check every program on this GPU.")
     parser.add_argument("--tiny", action="store_true", help="inputs small enough for compute-sanitizer")
     parser.add_argument("--only", default="*", help="shell patterns of program names, separated by commas")
@@ -31,6 +31,13 @@ def main() -> int:
     parser.add_argument("--device", type=int, help="CUDA ordinal, instead of the current device")
     parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.counts and options.jobs > 1:
+        parser.error("--counts: expected with one process, got --jobs as well")
+    if options.key is not None and options.receipt is None:
+        parser.error("--key signs a receipt: expected --receipt FOLDER as well")
+    if not torch.cuda.is_available():
+        print("expected a CUDA device, torch sees none; `chord doctor` says what is there", file=sys.stderr)
+        return 2
     folder = None if options.receipt is None else receipts.folder(options.receipt)
     device = torch.cuda.current_device() if options.device is None else options.device
     if options.jobs > 1:

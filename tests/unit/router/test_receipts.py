@@ -22,6 +22,7 @@ from signing import key_pair
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU that is there in name only."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(_runtime, "architecture", lambda device: "sm_90a")
@@ -58,6 +59,27 @@ def test_the_command_leaves_a_receipt(gpu, tmp_path, monkeypatch, capsys):
     runs = Receipts([tmp_path / "new"], {})
     assert runs.ran_on(found[0].cubin_sha256) == ("NVIDIA H200",)
     assert runs.ran_on(found[1].cubin_sha256) == ("NVIDIA H200 (FAILED)",)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--counts", "3", "--jobs", "2"], "--counts: expected with one process"),
+        (["--key", "k.pem"], "--key signs a receipt: expected --receipt FOLDER as well"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(gpu, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("sys.argv", ["checks", *words])
+    with pytest.raises(SystemExit, match="2"):
+        checks.main()
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_command_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["checks"])
+    assert checks.main() == 2
+    assert "expected a CUDA device, torch sees none" in capsys.readouterr().err
 
 
 def test_a_program_with_two_verdicts_gets_no_receipt(gpu):
