@@ -14,6 +14,8 @@ import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from leftout import LeaveOut
+
 LEFT_OUT = ("constrained", "entrypoints", "managers", "multimodal", "parser")
 """Parts of sglang.srt that routed experts do not touch, but that its imports reach."""
 CONFIGS = (
@@ -69,25 +71,9 @@ class _Anything(types.ModuleType):
         return value
 
 
-class _LeaveOut(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if any(name == one or name.startswith(f"{one}.") for one in self._names):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 def start() -> None:
     """Makes SGLang's MoE code importable here. Once per process."""
-    if any(isinstance(finder, _LeaveOut) for finder in sys.meta_path):
+    if any(isinstance(finder, LeaveOut) for finder in sys.meta_path):
         return
     import torch._inductor.compile_fx  # noqa: F401 - before triton is left out: torch looks into it
 
@@ -97,6 +83,6 @@ def start() -> None:
     configs = sorted(path.stem for path in (Path(spec.origin).parent / "srt" / "configs").glob("*.py"))
     left_out = [f"sglang.srt.{name}" for name in LEFT_OUT]
     left_out += [f"sglang.srt.configs.{name}" for name in configs if name not in CONFIGS]
-    sys.meta_path.insert(0, _LeaveOut(left_out))
-    sys.meta_path.append(_LeaveOut(OPTIONAL))
+    sys.meta_path.insert(0, LeaveOut(left_out, _Anything))
+    sys.meta_path.append(LeaveOut(OPTIONAL, _Anything))
     import sglang.srt.layers.moe.fused_moe_triton  # noqa: F401

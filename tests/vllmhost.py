@@ -7,14 +7,13 @@ are exercised (configs, layers, loaders, oracle, kernels' glue, experts) are vLL
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Sequence
 
 import torch
+
+from leftout import LeaveOut
 
 LEFT_OUT = (
     "vllm.distributed.kv_transfer",
@@ -65,28 +64,12 @@ class _Anything(types.ModuleType):
         return value
 
 
-class _LeaveOut(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if any(name == one or name.startswith(f"{one}.") for one in self._names):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 def start() -> None:
     """Makes vLLM's MoE code importable and usable here. Once per process."""
-    if any(isinstance(finder, _LeaveOut) for finder in sys.meta_path):
+    if any(isinstance(finder, LeaveOut) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _LeaveOut(LEFT_OUT))
-    sys.meta_path.append(_LeaveOut(OPTIONAL))
+    sys.meta_path.insert(0, LeaveOut(LEFT_OUT, _Anything))
+    sys.meta_path.append(LeaveOut(OPTIONAL, _Anything))
     capabilities = torch.library.Library("_C", "FRAGMENT")
     for name in ("block_fp8", "fp8", "fp4"):
         _define(capabilities, f"cutlass_scaled_mm_supports_{name}", "(int cap) -> bool", lambda *_: False)

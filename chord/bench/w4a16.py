@@ -219,19 +219,23 @@ def draw_work(cell: Cell) -> Work:
     return Work(cell.shape, x, ids, cell.top_k)
 
 
-def checked_launch(work: Work, weights: Weights, program: str | None = None) -> PreparedMoeW4A16:
+def checked_launch(
+    work: Work, weights: Weights, program: str | None = None, *, swiglu: bool = False
+) -> PreparedMoeW4A16:
     """A prepared launch of the routed program, or the named one, after rows of its result were compared."""
     plan = route_plan(work.ids, work.shape.experts, BLOCK_M)
-    prepared = prepare_moe_w4a16(work.x, weights.packed, plan, top_k=work.top_k, block_m=BLOCK_M, program=program)
+    prepared = prepare_moe_w4a16(
+        work.x, weights.packed, plan, top_k=work.top_k, block_m=BLOCK_M, program=program, swiglu=swiglu
+    )
     prepared.out.fill_(float("nan"))
     prepared()
-    problem = sampled_problem(work, weights, prepared.out)
+    problem = sampled_problem(work, weights, prepared.out, swiglu=swiglu)
     if problem:
         raise RuntimeError(f"{prepared.program} is wrong, so it is not timed: {problem}")
     return prepared
 
 
-def sampled_problem(work: Work, weights: Weights, out: torch.Tensor) -> str:
+def sampled_problem(work: Work, weights: Weights, out: torch.Tensor, *, swiglu: bool = False) -> str:
     """What is wrong with some rows of a result; empty for a pass. Every row must be written."""
     if out.isnan().any():
         return "rows were not written, or hold NaN"
@@ -239,8 +243,8 @@ def sampled_problem(work: Work, weights: Weights, out: torch.Tensor) -> str:
     picked = torch.randperm(work.pairs, device=out.device)[:_CHECKED_PAIRS]
     rows = {int(e): picked[flat[picked] == e] for e in flat[picked].unique()}  # type: ignore[no-untyped-call]
     given = (work.x, weights.words, weights.scales, rows)
-    exact = reference.moe_w4a16(*given, top_k=work.top_k, exact=True)[picked]
-    plain = reference.moe_w4a16(*given, top_k=work.top_k)[picked]
+    exact = reference.moe_w4a16(*given, top_k=work.top_k, exact=True, swiglu=swiglu)[picked]
+    plain = reference.moe_w4a16(*given, top_k=work.top_k, swiglu=swiglu)[picked]
     error, allowed = reference.rms_error(out[picked], exact), reference.rms_error(plain, exact) * ERROR_RATIO
     return "" if error <= allowed else f"RMS error {error:.3e} over {picked.numel()} rows, allowed {allowed:.3e}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -153,14 +153,6 @@ def adversarial_case(
     case = normal_case(num_tokens, num_experts, dtype, device, seed=17)
     ADVERSARIES[kind](case.logits, case.bias)
     return RouterCase(f"{kind}_{num_tokens}", case.logits, case.bias)
-
-
-def adversarial_cases(
-    num_tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[RouterCase]:
-    """Every kind of adversarial case at one size."""
-    for kind in ADVERSARIES:
-        yield adversarial_case(kind, num_tokens, num_experts, dtype, device)
 
 
 def mixed_batch(num_tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> RouterCase:

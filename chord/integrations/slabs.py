@@ -14,6 +14,9 @@ from chord.w4a16 import PackedW4A16, WeightShape
 from chord.w4a16.layout import CODES_PER_WORD, SCALE_GROUP
 from chord.w4a16.weights import pack_expert
 
+_SUFFIXES = ("packed", "scale", "shape")
+"""Of a projection's parameters in a compressed-tensors checkpoint."""
+
 
 class Slabs(NamedTuple):
     """One projection of all experts before it is packed."""
@@ -61,6 +64,29 @@ def pack_tensors(codes: torch.Tensor, scale: torch.Tensor, *, gated: bool = Fals
     packed = PackedW4A16(data, shape)
     for expert in range(shape.experts):
         pack_expert(packed, expert, codes[expert].contiguous(), scale[expert].contiguous())
+    return packed
+
+
+def register_parameters(layer: torch.nn.Module, name: str, shape: WeightShape) -> list[torch.nn.Parameter]:
+    """Gives a framework's layer a projection's parameters under compressed-tensors' names, for its loader to fill:
+    <name>_weight_packed and _scale, two views of one buffer, and _shape, [E, 2], which nothing reads.
+    """
+    memory = allocate(shape)
+    stated = torch.empty(shape.experts, 2)
+    made = []
+    for suffix, tensor in zip(_SUFFIXES, (memory.codes, memory.scale, stated), strict=True):
+        made.append(torch.nn.Parameter(tensor, requires_grad=False))
+        layer.register_parameter(f"{name}_weight_{suffix}", made[-1])
+    return made
+
+
+def pack_parameters(layer: torch.nn.Module, name: str, *, gated: bool = False) -> PackedW4A16:
+    """Packs what a loader filled, and puts <name>_weight in place of the three. Errors as pack_tensors."""
+    codes, scale = getattr(layer, f"{name}_weight_packed").data, getattr(layer, f"{name}_weight_scale").data
+    packed = pack_tensors(codes, scale, gated=gated)
+    for suffix in _SUFFIXES:
+        delattr(layer, f"{name}_weight_{suffix}")
+    layer.register_parameter(f"{name}_weight", torch.nn.Parameter(packed.data, requires_grad=False))
     return packed
 
 

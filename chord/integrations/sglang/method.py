@@ -45,11 +45,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
         }
         attributes = {**extra_weight_attrs, "is_transposed": False, "quant_method": "group"}
         for name, shape in shapes.items():
-            memory = slabs.allocate(shape)
-            stated = torch.empty(num_experts, 2)
-            for suffix, tensor in (("packed", memory.codes), ("scale", memory.scale), ("shape", stated)):
-                parameter = torch.nn.Parameter(tensor, requires_grad=False)
-                layer.register_parameter(f"{name}_weight_{suffix}", parameter)
+            for parameter in slabs.register_parameters(layer, name, shape):
                 set_weight_attrs(parameter, attributes)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:  # noqa: ANN401
@@ -67,14 +63,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs expert by expert, in place, and loads every kernel that the layer can need."""
-        self._weights = []
-        for name, gated in (("w13", True), ("w2", False)):
-            codes, scale = getattr(layer, f"{name}_weight_packed").data, getattr(layer, f"{name}_weight_scale").data
-            packed = slabs.pack_tensors(codes, scale, gated=gated)
-            for suffix in ("packed", "scale", "shape"):
-                delattr(layer, f"{name}_weight_{suffix}")
-            layer.register_parameter(f"{name}_weight", torch.nn.Parameter(packed.data, requires_grad=False))
-            self._weights.append(packed)
+        self._weights = [slabs.pack_parameters(layer, "w13", gated=True), slabs.pack_parameters(layer, "w2")]
         moe.preload(self._weights[0].device, [packed.shape for packed in self._weights], moe.INDEXED)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:  # noqa: ANN401 - SGLang's

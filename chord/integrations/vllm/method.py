@@ -52,23 +52,12 @@ class ChordMoEMethod(FusedMoEMethodBase):
             raise ValueError(f"{self.layer_name}: expected bfloat16 parameters (--dtype bfloat16), got {params_dtype}")
         attributes = {**extra_weight_attrs, "is_transposed": False, "quant_method": "group"}
         for name, shape in self._shapes(num_experts, hidden_size, intermediate_size_per_partition):
-            memory = slabs.allocate(shape)
-            stated = torch.empty(num_experts, 2)
-            for suffix, tensor in (("packed", memory.codes), ("scale", memory.scale), ("shape", stated)):
-                parameter = torch.nn.Parameter(tensor, requires_grad=False)
-                layer.register_parameter(f"{name}_weight_{suffix}", parameter)
+            for parameter in slabs.register_parameters(layer, name, shape):
                 set_weight_attrs(parameter, attributes)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs expert by expert, in place, and loads every kernel that the layer can need."""
-        self._weights = []
-        for name, gated in (("w13", True), ("w2", False)):
-            codes, scale = getattr(layer, f"{name}_weight_packed").data, getattr(layer, f"{name}_weight_scale").data
-            packed = slabs.pack_tensors(codes, scale, gated=gated)
-            for suffix in ("packed", "scale", "shape"):
-                delattr(layer, f"{name}_weight_{suffix}")
-            layer.register_parameter(f"{name}_weight", torch.nn.Parameter(packed.data, requires_grad=False))
-            self._weights.append(packed)
+        self._weights = [slabs.pack_parameters(layer, "w13", gated=True), slabs.pack_parameters(layer, "w2")]
         device = self._weights[0].device
         programs = moe.preload(device, [packed.shape for packed in self._weights], self.experts_cls.operators)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
