@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 from cases.operators import CASES, Arguments, Case, Outputs, same_bits
+from load.hammer import is_victim
 
 from chord import _runtime
 from chord.errors import VerificationError
-from load.hammer import is_victim
 
 TOKENS = (1, 17, 64)
 PATIENCE_S = 30.0
@@ -46,7 +46,7 @@ class Kernels:
         torch.cuda.synchronize()
 
     def _load(self, call: Callable[[], T]) -> T:
-        """What a first use gives. It is refused while the cubin holds damaged bytes, and works as soon as it does not."""
+        """What a first use gives, which is refused as long as the cubin holds damaged bytes."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
