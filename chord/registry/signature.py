@@ -122,7 +122,7 @@ def sign(path: Path, statement: dict[str, Any], key: Path) -> str:
 
 
 def require_accepted(key: Path, keys: Path, source: str) -> None:
-    """Raises SignatureError unless a private key belongs to one of the public `keys`; `source`: where those came from."""
+    """Raises SignatureError unless a private key belongs to one of the public `keys`, which came from `source`."""
     made, accepted = _signer(key).public_key.keyid, [public.keyid for public in _public_keys(keys, source)]
     if made not in accepted:
         raise SignatureError(
