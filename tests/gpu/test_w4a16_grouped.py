@@ -297,8 +297,11 @@ def test_a_prepared_launch_gives_the_operators_bits_and_costs_little(form, devic
     assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
     assert torch.equal(prepared.out, want)
     assert prepared.program.startswith(grouped.FORMS[form] + ".")
-    times = launch_times(prepared)
-    assert times.prepared_us - times.bare_us <= 1.0, times[:2]
+    above = []
+    for _ in range(3):  # what else the machine does adds to some of them
+        times = launch_times(prepared)
+        above.append(times.prepared_us - times.bare_us)
+    assert min(above) <= 1.0, above
 
 
 def test_the_layer_gives_sorted_rows_and_slabs_the_bits_of_its_tokens(device):
