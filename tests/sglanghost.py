@@ -11,7 +11,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -108,19 +108,22 @@ def layer(
     tp: Rank = (0, 1),
     ep: Rank = (0, 1),
     dtype: torch.dtype = torch.bfloat16,
+    server: Mapping[str, object] | None = None,
     **changes: object,
 ) -> torch.nn.Module:
     """One rank's FusedMoE of SGLang, made by its constructor, under --quantization chord; waits for its checkpoint.
 
-    Ranks come from SGLang's scoped overrides, since there are no process groups. changes: further arguments.
+    Ranks come from SGLang's scoped overrides, since there are no process groups. server: settings as resolved from the
+    command line. changes: further arguments.
     """
     from sglang.srt import runtime_context
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
     from sglang.srt.layers.quantization import get_quantization_config
     from sglang.srt.server_args import ServerArgs
 
-    size = max(tp[1], ep[1])
-    runtime_context.get_context().set_server_args(ServerArgs(model_path="dummy", tp_size=size, ep_size=ep[1]))
+    size, context = max(tp[1], ep[1]), runtime_context.get_context()
+    context.set_server_args(ServerArgs(model_path="dummy", tp_size=size, ep_size=ep[1]))
+    context.override("test", **(server or {}))
     config = get_quantization_config("chord").from_config(quantization_config())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device, runtime_context.get_parallel().override(moe_tp_rank=tp[0], moe_ep_rank=ep[0], tp_group=None):

@@ -100,6 +100,18 @@ def test_forwards_load_nothing_and_allocate_little(two_layers) -> None:
     assert len(default_loader()._loaded) == loaded
 
 
+def test_deterministic_inference(two_layers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's bits do not depend on its batch."""
+    layer = two_layers[0][0][0]
+    monkeypatch.setattr(layer.quant_method, "_invariant", True)
+    given = draw(512, 3)
+    whole = sglanghost.forward(layer, given)
+    assert whole.any()
+    for count in (1, 7, 64):
+        part = host.Routed(*(tensor[:count].contiguous() for tensor in given))
+        assert torch.equal(sglanghost.forward(layer, part), whole[:count])
+
+
 def test_packing_needs_one_experts_copy_besides() -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -61,6 +61,33 @@ def test_limits_are_named(changes: dict[str, object], said: str) -> None:
         sglanghost.layer(**SHAPE, **changes)
 
 
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({"enable_lora": True}, r"LoRA on routed experts \(--enable-lora\)"),
+        ({"enable_eplb": True}, r"expert load balancing \(--enable-eplb"),
+        ({"ep_num_redundant_experts": 2}, "expert load balancing"),
+    ],
+)
+def test_deployments_are_refused_by_name(server: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"{sglanghost.NAME}: --quantization chord does not serve {said}"):
+        sglanghost.layer(**SHAPE, server=server)
+
+
+def test_deterministic_inference_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord.integrations import moe
+
+    layer = sglanghost.layer(**SHAPE, server={"enable_deterministic_inference": True})
+    sglanghost.load(layer, 1, **SHAPE)
+    layer.quant_method.process_weights_after_loading(layer)
+    seen, run = [], moe.indexed
+    monkeypatch.setattr(moe, "indexed", lambda *given, **named: (seen.append(named["invariant"]), run(*given, **named)))
+    given = sglanghost.routed(40, torch.Generator(layer.w13_weight.device).manual_seed(2), **SHAPE)
+    alone = sglanghost.forward(layer, host.Routed(*(part[:1] for part in given)))
+    assert torch.equal(sglanghost.forward(layer, given)[:1], alone)
+    assert seen == [True, True]
+
+
 @pytest.mark.parametrize("split", [{"tp": (1, 2)}, {"ep": (1, 2)}, {}], ids=["tp", "ep", "alone"])
 def test_the_layer_is_right(split: dict[str, host.Rank]) -> None:
     """Made, loaded and run by SGLang's layer; ids of -1 and of experts elsewhere among them."""
