@@ -137,6 +137,57 @@ def test_beside_shared_experts_on_another_stream(two_layers, tokens: int) -> Non
         assert host.error(shared, expected) < bench.MOST_ERROR
 
 
+def fill_slabs(x: torch.Tensor, counts: torch.Tensor, seed: int) -> None:
+    """Random counts, none and all among them, random rows, and NaN behind them."""
+    random = torch.Generator("cuda").manual_seed(seed)
+    drawn = torch.randint(0, x.shape[1] // 4, counts.shape, generator=random, device="cuda")
+    drawn[:3] = torch.tensor([0, x.shape[1], 1])
+    counts.copy_(drawn)
+    x.copy_(torch.randn(x.shape, generator=random, device="cuda"))
+    x[torch.arange(x.shape[1], device="cuda") >= counts.unsqueeze(1)] = float("nan")
+
+
+def test_slabs_of_a_batched_dispatcher() -> None:
+    """Called as the modular kernel calls them, since DeepEP's prepare step needs its library; captured, replayed."""
+    from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+
+    from chord.integrations.vllm.experts import ChordMaskedExperts
+
+    layer, weights = bench.make(SUBJECTS["vllm_ep8", "plugin"], "vllm_ep8")
+    made, slab, local = layer.quant_method, 120, 48
+    experts = ChordMaskedExperts(*made._weights, made.moe, made.moe_quant_config, slab, 1)
+    hidden = bench.KIMI["hidden"]
+    x = torch.empty(local, slab, hidden, dtype=torch.bfloat16, device="cuda")
+    counts = torch.empty(local, dtype=torch.int32, device="cuda")
+    first, second, shape = experts.workspace_shapes(slab, 0, hidden, 8, 384, local, None, layer.activation)
+    lent = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in (first, second)]
+    output = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+    meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
+    given = torch.ones(8, 8, device="cuda")
+
+    def run() -> None:
+        for memory in (*lent, output):
+            memory.view(torch.int16).fill_(-1)  # NaN
+        experts.apply(
+            output, x, layer.w13_weight, layer.w2_weight, given, given.int(), layer.activation, 384, None, None, None,
+            *lent, meta, False,
+        )  # fmt: skip
+
+    fill_slabs(x, counts, 0)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in (1, 2, 3):
+        fill_slabs(x, counts, seed)
+        graph.replay()
+        rows = torch.arange(slab, device="cuda") < counts.unsqueeze(1)
+        ids = torch.arange(local, device="cuda", dtype=torch.int32).repeat_interleave(counts.long())[:, None]
+        wanted = host.reference(weights, host.Routed(x[rows], torch.ones(ids.shape, device="cuda"), ids), None)
+        check(output[rows], wanted)
+        assert output[~rows].isnan().all()
+
+
 def test_nothing_is_allocated_or_loaded_by_a_forward(two_layers) -> None:
     made, kind = two_layers
     if not kind.startswith("plugin"):
