@@ -14,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PART = "vllm"
+"""Ends the results file's name: `chord bench layer` writes the other part of the suite."""
 WARM = [
     (split, name, counts)
     for split, name in (("vllm_tp8", "humming_indexed"), ("vllm_ep8", "humming_grouped"))
@@ -66,17 +68,19 @@ def run(options: argparse.Namespace) -> None:
         if job.returncode:
             print(f"{' '.join(words)} did not warm up:\n{said[-2000:]}", file=sys.stderr)
     from chord.bench import vllm as bench
-    from chord.bench.results import Row, file_name, write
+    from chord.bench.results import Results, Row, file_name, write
 
     def show(row: Row) -> None:
         others = {**row.peers, **row.chord}
         words = [f"{name} {us:.1f} us ({us / row.us:.2f}x)" for name, us in others.items()]
         print(f"{row.scenario} {row.tokens:5d} tokens: chord {row.us:.1f} us, {', '.join(words)}", flush=True)
 
-    found = bench.run(options.peers, samples=options.samples, steady_ms=100, commit=options.commit, progress=show)
-    path = options.out / file_name(found)
-    write(found, path)
-    print(f"written: {path}")
+    def save(found: Results) -> None:
+        write(found, options.out / file_name(found, PART))
+
+    given = {"samples": options.samples, "commit": options.commit}
+    found = bench.run(options.peers, steady_ms=100, progress=show, save=save, **given)
+    print(f"written: {options.out / file_name(found, PART)}")
 
 
 def unpacked(peers: Path) -> Path:

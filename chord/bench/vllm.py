@@ -62,11 +62,12 @@ def run(
     steady_ms: int = 200,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
+    save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Measures on the current GPU. peers: a folder with humming's wheel; without one, chord alone.
 
     scenarios: some of SPLITS, default all. Humming compiles what it has not run before, seconds for each shape and
-    count: `warm` in processes of their own, beforehand, saves the time.
+    count: `warm` in processes of their own, beforehand, saves the time. progress and save are called after each row.
     Raises RuntimeError when a layer's result is wrong: a wrong kernel has no time.
     """
     from chord.integrations import vllm as plugin
@@ -88,6 +89,7 @@ def run(
             row = measure(made, weights, split, count, timer, samples)
             results.rows.append(row)
             progress(row)
+            save(results)
     return results
 
 
