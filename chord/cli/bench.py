@@ -129,13 +129,14 @@ def bench_docs(
     results: Annotated[Path, typer.Option("--results", help="Folder with results files.")] = Path("bench/results"),
     document: Annotated[
         list[Path] | None,
-        typer.Argument(help="Documents to fill; default docs/router.md, docs/w4a16.md and docs/vllm.md."),
+        typer.Argument(help="Documents to fill; default those of router, w4a16, vllm and performance in docs."),
     ] = None,
 ) -> None:
     """Fill the tables and plots of documents from results files."""
     from chord.bench.docs import update
 
-    for path in document or [Path("docs/router.md"), Path("docs/w4a16.md"), Path("docs/vllm.md")]:
+    pages = [Path(f"docs/{name}.md") for name in ("router", "w4a16", "vllm", "performance")]
+    for path in document or pages:
         console().print(f"{path}: {'updated' if update(path, results) else 'unchanged'}")
 
 
