@@ -53,8 +53,12 @@ class HummingChains:
     """Chains of humming-kernels and vLLM's operators over one set of weights at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._humming = Humming(folder)
-        self.versions = {"humming": self._humming.version, "vllm": vllm_operators(folder)}
+        """Raises ValueError naming the folder when it lacks a part: half a chain is no peer."""
+        try:
+            self._humming = Humming(folder)
+            self.versions = {"humming": self._humming.version, "vllm": vllm_operators(folder)}
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ValueError(f"{folder}: expected a folder with Humming's wheel and vLLM's library: {error}") from error
         self._ops = torch.ops._moe_C
         self._kept: tuple[LayerWeights, list[Any]] | None = None
 

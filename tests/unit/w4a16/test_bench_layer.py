@@ -169,6 +169,14 @@ def fake_operators():
     )  # fmt: skip
 
 
+def test_a_folder_without_the_peers_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(layer_peers, "Humming", FakeHumming)
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}: expected a folder with Humming's wheel and vLLM's library: .*moe_C"
+    ):
+        HummingChains(tmp_path)
+
+
 @pytest.mark.parametrize(("scenario", "experts"), [("ep8_decode", 48), ("tp8", 384)])
 def test_the_peers_chains_are_the_layer_too(scenario, experts, monkeypatch, tmp_path):
     monkeypatch.setattr(layer_peers, "Humming", FakeHumming)
