@@ -40,10 +40,12 @@ METHOD = (
     " (256 MB read before every replay), subjects in turn on a warm board, the host ahead of the GPU; a few tokens of"
     " every chain's output compared with float64 on dequantised weights before; chord: fused router, gate_up with"
     " SwiGLU, down, combine; peers: humming-kernels' GEMMs, activation and row copy between vLLM's compiled routing"
-    " operators"
+    " operators, the indexed chain summed by chord's combine"
 )
 MOST_ERROR = 5e-3
 """Relative error of a token's output that the roundings to bfloat16 on the way explain."""
+MOST_PEER_ERROR = 1e-2
+"""The same for peers: Humming may round partial sums, too (stream-K)."""
 _CHECKED_TOKENS = 6
 
 
@@ -165,10 +167,10 @@ def measure_cell(
     work = draw_work(cell, weights.w13.shape.k)
     right = reference_rows(work, weights.checkpoint)
     own = {name: make() for name, make in chord_chains(work, weights, cell.local_experts).items()}
-    calls = {name: replay_of(chain, right, name) for name, chain in own.items()}
+    calls = {name: replay_of(chain, right, name, MOST_ERROR) for name, chain in own.items()}
     for name, make in ({} if peers is None else peers.chains(work, weights.checkpoint)).items():
         try:
-            calls[name] = replay_of(make(), right, name)
+            calls[name] = replay_of(make(), right, name, MOST_PEER_ERROR)
         except Exception as error:
             warnings.warn(f"{name} left out of {cell}: {error}", stacklevel=2)
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
@@ -219,26 +221,26 @@ def chord_chain(work: LayerWork, weights: Weights, local: range | None, *, fused
     return Chain(call, out, (router.program, up.program, down.program, combine_program(out)))
 
 
-def replay_of(chain: Chain, right: torch.Tensor, name: str) -> Callable[[], None]:
+def replay_of(chain: Chain, right: torch.Tensor, name: str, most_error: float) -> Callable[[], None]:
     """A chain's graph, after its first tokens' output was compared. Raises RuntimeError for a wrong one."""
     chain.out.fill_(float("nan"))
     replay = graphed(chain.call)
     chain.out.fill_(float("nan"))
     replay()
-    problem = output_problem(chain.out, right)
+    problem = output_problem(chain.out, right, most_error)
     if problem:
         raise RuntimeError(f"{name} is wrong, so it is not timed: {problem}")
     return replay
 
 
-def output_problem(out: torch.Tensor, right: torch.Tensor) -> str:
+def output_problem(out: torch.Tensor, right: torch.Tensor, most_error: float = MOST_ERROR) -> str:
     """What is wrong with an output, of whose tokens the first are known; empty for a pass."""
     if out.isnan().any():
         return "rows were not written, or hold NaN"
     difference = out[: right.shape[0]].double() - right
     errors = difference.norm(dim=1) / right.norm(dim=1)
     worst = float(errors.max())
-    return "" if worst <= MOST_ERROR else f"relative error of a token {worst:.2e}, allowed {MOST_ERROR:.0e}"
+    return "" if worst <= most_error else f"relative error of a token {worst:.2e}, allowed {most_error:.0e}"
 
 
 def reference_rows(work: LayerWork, weights: LayerWeights, tokens: int = _CHECKED_TOKENS) -> torch.Tensor:
