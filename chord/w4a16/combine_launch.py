@@ -13,7 +13,7 @@ from chord.w4a16.layout import WeightShape
 if TYPE_CHECKING:
     from chord.w4a16.combine_ops import Arguments
 
-_UNIT_COLUMNS = 512
+UNIT_COLUMNS = 512
 
 
 def combine(given: Arguments, shape: WeightShape, routed: torch.Tensor, out: torch.Tensor) -> None:
@@ -61,5 +61,5 @@ def _sum_values(given: Arguments, routed: torch.Tensor, out: torch.Tensor) -> di
         "top_k": top_k,
         "num_experts": given.num_experts,
         "width": width,
-        "num_units": tokens * -(-width // _UNIT_COLUMNS),
+        "num_units": tokens * -(-width // UNIT_COLUMNS),
     }
