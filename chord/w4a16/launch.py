@@ -195,8 +195,10 @@ def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPE
 
     operator: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked.
     """
-    if operator not in GEMMS:
+    if not isinstance(operator, str) or operator not in GEMMS:
         raise ValueError(f"operator: expected one of {', '.join(GEMMS)}, got {operator!r}")
+    if not isinstance(arch, str):
+        raise TypeError(f"arch: expected a name such as 'sm_90a', got {arch!r} ({type(arch).__name__})")
     WeightShape(experts, n, k)
     found = []
     for route in _runtime.operator(operator).routes.get(arch, ()):
