@@ -131,7 +131,7 @@ private:
         if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(h.arrived, a.num_tokens * K * 2);
         ptx::store_shared_if(threadIdx.x < E / 4, h.rows + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
         if (a.expert_map != nullptr && h.warp == PLANNERS) ptx::touch<E>(a.expert_map, h.lane);
-        if (h.warp < PLANNERS) ptx::barrier_sync_aligned(kPlanBarrier, PLAN_THREADS);
+        ptx::barrier_sync_aligned(kPlanBarrier, THREADS);
         ptx::cluster_wait_acquire();
     }
 
