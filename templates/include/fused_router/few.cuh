@@ -1,5 +1,5 @@
-// Up to 16 rows in one cluster: each CTA selects one row with 8 warps. The selectors send their experts' words of the row to all
-// CTAs, one store each; every CTA then has all rows' words and each of its warps builds the plan from them for itself.
+// Up to 16 rows in one cluster: each CTA selects one row with 8 warps. The selectors send their experts' words of the row to
+// all CTAs, one store each; every CTA then has all rows' words and each of its warps builds the plan from them for itself.
 //
 // Steps, rehearsals: as in solo.cuh.
 #pragma once
@@ -43,10 +43,10 @@ struct Few {
 
     // A warp's place and data.
     struct Here {
-        u32 s;     // scratch of the row
+        u32 s;  // scratch of the row
         u32 warp;
         u32 lane;
-        u32 cta;       // and row
+        u32 cta;      // and row
         u32 words;    // shared address of all rows' words
         u32 arrived;  // of the mbarrier
         bool live;

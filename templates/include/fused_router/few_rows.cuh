@@ -1,7 +1,7 @@
 // What the arms for few rows have in common: arguments, local ids, padding.
 #pragma once
 #include "common/types.cuh"
-#include "fused_router/rapid_select.cuh"
+#include "fused_router/exact_select.cuh"
 #include "ptx/words.cuh"
 
 namespace fused_router {
@@ -52,7 +52,8 @@ __device__ __forceinline__ void write_winner(const FewArguments& a, u32 row, con
     a.weights[at] = weight;
 }
 
-// The sentinel from slot `from`, which is not the first of its block, to `end`, the end of its block. BLOCK_M 0: known at run time.
+// The sentinel from slot `from`, which is not the first of its block, to `end`, the end of its block. BLOCK_M 0: known at
+// run time.
 template <i32 K, i32 BLOCK_M>
 __device__ __forceinline__ void pad(const FewArguments& a, u32 from, u32 end) {
     const i32 sentinel = a.num_tokens * K;

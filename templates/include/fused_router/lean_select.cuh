@@ -12,7 +12,7 @@
 // 4. settle  By the same warp: the winners' places in ascending order of id.
 #pragma once
 #include "common/types.cuh"
-#include "fused_router/rapid_select.cuh"
+#include "fused_router/exact_select.cuh"
 #include "fused_router/score.cuh"
 #include "fused_router/warp_select.cuh"
 #include "ptx/filter.cuh"
@@ -112,8 +112,9 @@ struct LeanSelect {
         const Row& row = state.row;
 #pragma unroll
         for (i32 c = 0; c < EACH; ++c) {
-            const f32 half = fmaf(0.5f, ptx::tanh_approx(0.5f * logit(row, c)), __uint_as_float(row.bias[c]) + 0.5f);
-            state.value[c] = fmaxf(half, __uint_as_float(0xff800000u));  // a NaN becomes -inf
+            // 1/2 is added first, where it costs nothing on the way: the error's bound has room for that rounding.
+            const f32 rank = fmaf(0.5f, ptx::tanh_approx(0.5f * logit(row, c)), __uint_as_float(row.bias[c]) + 0.5f);
+            state.value[c] = fmaxf(rank, __uint_as_float(0xff800000u));  // a NaN becomes -inf
         }
 #pragma unroll
         for (i32 c = 0; c < EACH; ++c) top[c] = ptx::warp_max(key_of_number(state.value[c]));
@@ -135,7 +136,7 @@ struct LeanSelect {
         // All lanes know the same; the vote tells the compiler.
         if (__all_sync(kFullWarp, total(state) - K <= CANDIDATES - K && most <= REGION)) return;
         ptx::barrier_sync_aligned(barrier, ROW_THREADS);  // the counts were read
-        if (warp == 0) select_exact(s, row, bias, lane);
+        if (warp == 0) take_exactly(s, row, bias, lane);
         ptx::barrier_sync_aligned(barrier, ROW_THREADS);
         state.counts = make_uint4(K, 0, 0, 0);
     }
@@ -195,19 +196,8 @@ struct LeanSelect {
 
     // The winners' weights, after settle(); each winning lane gets its own.
     static __device__ __forceinline__ f32 weight(u32 s, u32 ranker, const Settled& mine, i32 renormalize, f32 factor) {
-        const u32 at = s + Scratch::kRank + ranker * Scratch::kRankBytes + Scratch::kRankTerms;
-        ptx::store_shared_if(mine.wins, at + mine.slot * 4, mine.term);
-        __syncwarp();
-        f32 all[K];
-#pragma unroll
-        for (i32 i = 0; i < K; i += 4) {
-            const uint4 v = ptx::load_shared_v4(at + i * 4);
-            all[i] = __uint_as_float(v.x);
-            all[i + 1] = __uint_as_float(v.y);
-            all[i + 2] = __uint_as_float(v.z);
-            all[i + 3] = __uint_as_float(v.w);
-        }
-        return weight_of(__uint_as_float(mine.term), sum_terms<K>(all), renormalize, factor);
+        const u32 terms = s + Scratch::kRank + ranker * Scratch::kRankBytes + Scratch::kRankTerms;
+        return weight_through<K>(terms, mine, renormalize, factor);
     }
 
     // Shared address of K 16-bit places for the winners' local ids, of a ranker.
@@ -220,7 +210,9 @@ private:
 
     // Adds 1 if a < b. In floating point the additions have a pipe of their own beside the comparisons.
     static __device__ __forceinline__ void count_if_less(f32& count, u32 a, u32 b) {
-        asm("{\n\t.reg .pred p;\n\tsetp.lt.u32 p, %1, %2;\n\t@p add.f32 %0, %0, 0f3F800000;\n\t}" : "+f"(count) : "r"(a), "r"(b));
+        asm("{\n\t.reg .pred p;\n\tsetp.lt.u32 p, %1, %2;\n\t@p add.f32 %0, %0, 0f3F800000;\n\t}"
+            : "+f"(count)
+            : "r"(a), "r"(b));
     }
 
     static __device__ __forceinline__ u32 total(const State& state) {
@@ -301,9 +293,10 @@ private:
         return before;
     }
 
-    // Step 3 where there are more candidates than lanes, usually one or two more. `key`: of the lane's candidate, `above`: larger
-    // keys among the first 32. Afterwards lane i below K has a winner.
-    static __device__ __forceinline__ void rank_more(u32 s, u32 at, u32 lane, u32 candidates, u32 key, u32 above, State& state) {
+    // Step 3 where there are more candidates than lanes, usually one or two more. `key`: of the lane's candidate, `above`:
+    // larger keys among the first 32. Afterwards lane i below K has a winner.
+    static __device__ __forceinline__ void rank_more(u32 s, u32 at, u32 lane, u32 candidates, u32 key, u32 above,
+                                                     State& state) {
         const uint4 more = candidate(s, kWarp + lane, state);
         const bool here = kWarp + lane < candidates;
         const f32 score = score_of(__uint_as_float(more.x));
@@ -336,40 +329,13 @@ private:
         state.place = lane;
     }
 
-    // Any row, by one warp: finds the K-th largest key bit by bit, then takes the lowest ids among its equals. The winners
-    // become the candidates.
-    static __device__ __noinline__ void select_exact(u32 s, const Logit* row, const f32* bias, u32 lane) {
-#pragma unroll 4
-        for (u32 e = lane; e < E; e += kWarp)
-            ptx::store_shared_if(true, s + Scratch::kKeys + e * 4,
-                                 key_of(rank_of(score_of(load_logit(row + e)), __ldg(bias + e))));
-        u32 kth = 0;
-#pragma unroll 1
-        for (u32 bit = 0x80000000u; bit != 0; bit >>= 1) {
-            if (count_stored(s, kth | bit, lane) >= K) kth |= bit;
-        }
-        u32 equals_left = K - (kth == 0xffffffffu ? 0 : count_stored(s, kth + 1, lane));
-        const u32 below = (1u << lane) - 1;
-        u32 slot = 0;
-#pragma unroll 1
-        for (u32 e = lane; e < E; e += kWarp) {
-            const u32 key = ptx::load_shared(s + Scratch::kKeys + e * 4);
-            const u32 equal = __ballot_sync(kFullWarp, key == kth);
-            const bool wins = key > kth || (key == kth && __popc(equal & below) < equals_left);
-            equals_left -= smaller<u32>(equals_left, __popc(equal));
-            const u32 mask = __ballot_sync(kFullWarp, wins);
-            ptx::store_shared_if(wins, s + Scratch::kList + (slot + __popc(mask & below)) * 16,
-                                 make_uint4(__float_as_uint(load_logit(row + e)), __float_as_uint(__ldg(bias + e)), e, 0));
-            slot += __popc(mask);
-        }
-        __syncwarp();
-    }
-
-    static __device__ __forceinline__ u32 count_stored(u32 s, u32 key, u32 lane) {
-        u32 reach = 0;
-#pragma unroll 4
-        for (u32 e = lane; e < E; e += kWarp) reach += ptx::load_shared(s + Scratch::kKeys + e * 4) >= key;
-        return ptx::warp_sum(reach);
+    // Any row, by one warp: the winners become the candidates, in the first region.
+    static __device__ __forceinline__ void take_exactly(u32 s, const Logit* row, const f32* bias, u32 lane) {
+        select_exact<E, K>(s + Scratch::kKeys, row, bias, lane, [s, row, bias](bool wins, u32 place, u32 e, u32) {
+            const u32 logit = __float_as_uint(load_logit(row + e));
+            ptx::store_shared_if(wins, s + Scratch::kList + place * 16,
+                                 make_uint4(logit, __float_as_uint(__ldg(bias + e)), e, 0));
+        });
     }
 };
 

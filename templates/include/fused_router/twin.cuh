@@ -49,7 +49,7 @@ struct Twin {
         u32 s;     // scratch of the row
         u32 warp;  // of the CTA
         u32 lane;
-        u32 group;   // which of the two rows
+        u32 group;   // which of the CTA's rows
         u32 of_row;  // warp of the row
         u32 row;
         u32 cta;
@@ -119,8 +119,8 @@ private:
         return group == 0 ? 2 : 7;
     }
 
-    // The mbarrier, and the news to the cluster that it is there; empty masks. Nothing is sent before all CTAs have opened; that
-    // wait is over long before the logits are here.
+    // The mbarrier, and the news to the cluster that it is there; empty masks. Nothing is sent before all CTAs have opened;
+    // that wait is over long before the logits are here.
     static __device__ __forceinline__ void open(const FewArguments& a, const Here& h) {
         if (threadIdx.x == 0) {
             ptx::mbarrier_init(h.arrived, 1);

@@ -15,7 +15,7 @@ namespace plan {
 // A packet holds 8 local ids of 10 bits, and above each 6 bits of the launch's number.
 template <i32 E, i32 K, i32 CTAS>
 struct RowPackets {
-    // From here on ids are of pairs without a place. There are as many as two times the lanes, lest all of them be counted at one.
+    // From here on ids are of pairs without a place. There are two for each lane, lest all such pairs be counted at one.
     static constexpr u32 kNowhere = 1024 - 2 * kWarp;
     static constexpr u32 PIECES = K / 8;   // packets of a row
     static constexpr u32 PACKETS_AT = CTAS * 8;
