@@ -44,7 +44,7 @@ def test_every_count_with_ordinary_and_hostile_rows(experts, dtype, block_m, dev
             problems += compare_programs(case, settings, names)
     expect_none(problems)
     arms = {_runtime.operator("fused_router").programs[name].arm for name in tried}
-    admitting = {"solo", "few16", "few32"} | (set() if block_m == RUN_TIME_BLOCK_M else {"few", "few8"})
+    admitting = {"solo", "few32"} | (set() if block_m == RUN_TIME_BLOCK_M else {"few", "few8"})
     assert admitting <= arms
 
 

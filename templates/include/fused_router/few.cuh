@@ -1,47 +1,33 @@
-// Up to 32 rows in one cluster: a CTA holds GROUPS groups of 8 warps, and a group selects one row. The selectors send their
-// experts' words of the row to all CTAs, one store each; every CTA then has all rows' words and each of its warps builds the
-// plan from them for itself.
+// Up to 16 rows in one cluster: each CTA selects one row with 8 warps. The selectors send their experts' words of the row to
+// all CTAs, one store each; every CTA then has all rows' words and each of its warps builds the plan from them for itself.
 //
 // Steps, rehearsals: as in solo.cuh.
 #pragma once
 #include "common/types.cuh"
+#include "fused_router/few_rows.cuh"
 #include "fused_router/rapid_select.cuh"
 #include "fused_router/row_words.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/special.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/words.cuh"
 
 namespace fused_router {
 
-struct FewArguments {
-    const void* logits;
-    const f32* bias;
-    f32* weights;
-    i32* ids;
-    PlanOutputs plan;
-    const i32* expert_map;  // null: every expert is local
-    u32 num_tokens;
-    i32 num_local_experts;
-    i32 block_m;
-    i32 renormalize;
-    f32 factor;
-};
-
-template <i32 E, i32 K, typename Logit_, i32 BLOCK_M, i32 GROUPS, i32 CLUSTER, Rehearsal REHEARSAL>
+template <i32 E, i32 K, typename Logit_, i32 BLOCK_M, i32 CLUSTER, Rehearsal REHEARSAL>
 struct Few {
     using Logit = Logit_;
     using Selection = RapidSelect<E, K, Logit>;
     using State = typename Selection::State;
     static constexpr u32 SPANS = E / 32;
-    static constexpr i32 ROWS = GROUPS * CLUSTER;
-    using Plan = RowWords<SPANS, ROWS, BLOCK_M>;
-    static constexpr u32 WARPS = Selection::WARPS;  // of a group
+    using Plan = RowWords<SPANS, CLUSTER, BLOCK_M>;
+    static constexpr u32 WARPS = Selection::WARPS;  // with the row
     static constexpr u32 SELECTORS = Selection::SELECTORS;
     static constexpr u32 STEPS = 8;
-    static constexpr u32 MEMBERS = GROUPS * WARPS;
-    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : REHEARSAL == Rehearsal::kOwn ? MEMBERS : 1;
-    static constexpr i32 THREADS = (MEMBERS + (REHEARSAL == Rehearsal::kFurther ? STEPS : 0)) * kWarp;
+    static constexpr u32 kRow = 1;  // barrier of the row's warps
+    static constexpr u32 REHEARSERS = REHEARSAL == Rehearsal::kFurther ? STEPS : REHEARSAL == Rehearsal::kOwn ? WARPS : 1;
+    static constexpr i32 THREADS = (WARPS + (REHEARSAL == Rehearsal::kFurther ? STEPS : 0)) * kWarp;
     static constexpr u32 PLAN_STEP = 5;             // the first one of a warp without a row
     static constexpr u32 WEIGHTS_WARP = WARPS - 1;  // these two hold no experts, or few
     static constexpr u32 PAIRS_WARP = WARPS - 2;
@@ -50,45 +36,37 @@ struct Few {
     struct Shared {
         u64 arrived;  // mbarrier: all rows' words are here
         u64 unused;
-        uint4 words[ROWS][SELECTORS];
-        typename Selection::Scratch row[GROUPS];
+        uint4 words[CLUSTER][SELECTORS];
+        typename Selection::Scratch row;
         typename Selection::Mock rehearsal[REHEARSERS];
     };
 
     // A warp's place and data.
     struct Here {
-        u32 s;     // scratch of the row
-        u32 warp;  // of the group
+        u32 s;  // scratch of the row
+        u32 warp;
         u32 lane;
-        u32 group;
-        u32 row;
-        u32 cta;
+        u32 cta;      // and row
         u32 words;    // shared address of all rows' words
         u32 arrived;  // of the mbarrier
-        u32 barrier;  // of the row's warps
         bool live;
         bool plans;  // whether the warp writes some of the plan, and so needs it
     };
 
     static __device__ __forceinline__ void run(const FewArguments& a, Shared& shared) {
-        const u32 thread = threadIdx.x % (WARPS * kWarp);
         Here h;
         h.cta = ptx::cluster_rank();
-        h.row = h.cta + CLUSTER * (threadIdx.x / (WARPS * kWarp));
-        const auto* logits = static_cast<const Logit*>(a.logits) + static_cast<u64>(h.row) * E;
+        const auto* logits = static_cast<const Logit*>(a.logits) + static_cast<u64>(h.cta) * E;
         typename Selection::Row loaded;
-        if (thread < SELECTORS * kWarp && threadIdx.x < MEMBERS * kWarp && h.row < a.num_tokens)
-            loaded = Selection::load(logits, a.bias, thread);
+        if (threadIdx.x < SELECTORS * kWarp && h.cta < a.num_tokens) loaded = Selection::load(logits, a.bias, threadIdx.x);
         const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // tells the compiler that all lanes agree
-        const bool member = warp < MEMBERS;
-        h.group = GROUPS == 1 || !member ? 0 : warp / WARPS;
+        const bool member = warp < WARPS;
         h.warp = warp % WARPS;
         h.lane = threadIdx.x % kWarp;
-        h.row = h.cta + CLUSTER * h.group;
         h.words = ptx::shared_address(shared.words);
         h.arrived = ptx::shared_address(&shared.arrived);
-        h.barrier = 1 + h.group;
-        const u32 scratch = shared.row[0].address() + h.group * sizeof(typename Selection::Scratch);
+        const u32 scratch = shared.row.address();
+        if (a.expert_map != nullptr && warp == WEIGHTS_WARP) ptx::touch<E>(a.expert_map, h.lane);
         open(a, h);
         if (member && h.warp == 0) Selection::prepare(scratch, h.lane);
         State state;
@@ -98,7 +76,7 @@ struct Few {
         h.live = REHEARSAL != Rehearsal::kOwn && member;
         h.plans = needs_plan(a, h);
         typename Selection::Row data = Selection::make_up(h.s, !h.live, h.lane, state);
-        const u32 first_live = h.row >= a.num_tokens ? PLAN_STEP : 0;
+        const u32 first_live = h.cta >= a.num_tokens ? PLAN_STEP : 0;
         u32 first = h.live ? first_live : h.warp % STEPS;
         if (h.live) {
             meet();
@@ -140,22 +118,22 @@ private:
     static __device__ __forceinline__ void step(const FewArguments& a, const Here& h, const Logit* logits,
                                                 const typename Selection::Row& data, u32 first, State& state, u32& local,
                                                 Plan& plan) {
-        const bool has_row = h.row < a.num_tokens;
+        const bool has_row = h.cta < a.num_tokens;
         const bool selects = h.warp < SELECTORS;
         switch (first) {
             case 0:
                 if (!h.live || selects) Selection::bound(h.s, data, h.warp, h.lane, state);
                 if (!h.live) break;
-                ptx::barrier_sync_aligned(h.barrier, Selection::ROW_THREADS);
+                ptx::barrier_sync_aligned(kRow, Selection::ROW_THREADS);
                 [[fallthrough]];
             case 1:
-                Selection::pick(h.s, {h.barrier}, logits, a.bias, h.warp, h.lane, h.live, state);
+                Selection::pick(h.s, {kRow}, logits, a.bias, h.warp, h.lane, h.live, state);
                 if (!h.live) break;
                 [[fallthrough]];
             case 2:
                 Selection::compare(h.s, h.warp, h.lane, state);
                 if (!h.live) break;
-                ptx::barrier_sync_aligned(h.barrier, Selection::ROW_THREADS);
+                ptx::barrier_sync_aligned(kRow, Selection::ROW_THREADS);
                 [[fallthrough]];
             case 3:
                 Selection::settle(h.s, h.lane, state);
@@ -187,15 +165,6 @@ private:
         return BLOCK_M > 0 ? BLOCK_M : a.block_m;
     }
 
-    static __device__ __forceinline__ u32 local_expert(const FewArguments& a, const Settled& mine) {
-        u32 local = mine.wins ? mine.id : kNotLocal;
-        if (a.expert_map != nullptr && mine.wins) {
-            local = static_cast<u32>(__ldg(a.expert_map + mine.id));
-            if (local >= static_cast<u32>(a.num_local_experts)) local = kNotLocal;
-        }
-        return local;
-    }
-
     // A selector's 4 words of the row, made from the lanes' winners, to all CTAs.
     static __device__ __forceinline__ void send_words(const Here& h, u32 local) {
         const u32 at = local - h.warp * 128;
@@ -205,32 +174,28 @@ private:
         for (u32 w = 0; w < 4; ++w) words[w] = ptx::warp_or(at / 32 == w ? bit : 0u);
         if (!h.live) return;
         const uint4 four = make_uint4(words[0], words[1], words[2], words[3]);
-        const u32 to = h.words + (h.row * SELECTORS + h.warp) * 16;
+        const u32 to = h.words + (h.cta * SELECTORS + h.warp) * 16;
         if (h.lane < CLUSTER) ptx::store_async(ptx::map_shared(to, h.lane), ptx::map_shared(h.arrived, h.lane), four);
     }
 
     // All rows' words are read by every warp that builds the plan, from one memory: the others keep away from it. The first
     // warp never does, so that no CTA leaves before all that is sent to it has come.
     static __device__ __forceinline__ bool needs_plan(const FewArguments& a, const Here& h) {
-        const bool first = h.warp == 0 && h.group == 0;
-        const bool writes_pairs = h.warp == PAIRS_WARP && h.row < a.num_tokens;
+        const bool first = h.warp == 0;
+        const bool writes_pairs = h.warp == PAIRS_WARP && h.cta < a.num_tokens;
         return first || writes_pairs || first_span(h) < SPANS || writes_totals(h);
     }
 
     static __device__ __forceinline__ u32 first_span(const Here& h) {
-        return h.cta + CLUSTER * (h.group * WARPS + h.warp);
+        return h.cta + CLUSTER * h.warp;
     }
 
     static __device__ __forceinline__ bool writes_totals(const Here& h) {
-        return h.cta == CLUSTER - 1 && h.group == 0 && h.warp == WEIGHTS_WARP;
+        return h.cta == CLUSTER - 1 && h.warp == WEIGHTS_WARP;
     }
 
     static __device__ __forceinline__ void write_row(const FewArguments& a, const Here& h, const Settled& mine) {
-        const f32 weight = Selection::weight(h.s, mine, a.renormalize, a.factor);
-        if (!mine.wins) return;
-        const u32 at = h.row * K + mine.slot;
-        a.ids[at] = static_cast<i32>(mine.id);
-        a.weights[at] = weight;
+        write_winner<K>(a, h.cta, mine, Selection::weight(h.s, mine, a.renormalize, a.factor));
     }
 
     // The row's pairs, each expert's block ids by the pairs that begin its blocks, and its padding by its last pair.
@@ -239,42 +204,23 @@ private:
         const bool placed = mine.wins && local != kNotLocal;
         const u32 bm = block_m(a);
         const u32 expert = placed ? local : 0;
-        const u32 rank = Plan::rank(h.words, h.live ? h.row : 0, expert);
+        const u32 rank = Plan::rank(h.words, h.live ? h.cta : 0, expert);
         const typename Plan::Expert e = plan.at(expert);
         const u32 slot = e.first_block * bm + rank;
         if (!placed) return;
-        a.plan.sorted_token_ids[slot] = static_cast<i32>(h.row * K + mine.slot);
+        a.plan.sorted_token_ids[slot] = static_cast<i32>(h.cta * K + mine.slot);
         u32 block = 0;
 #pragma unroll
         for (i32 i = 1; i < Plan::LEVELS; ++i) block += rank >= i * bm;
         if (rank == block * bm) a.plan.expert_ids[e.first_block + block] = static_cast<i32>(local);
-        if (rank + 1 == e.count) pad(a, slot + 1, (e.first_block + e.blocks) * bm);
-    }
-
-    // The sentinel from slot `from` to `end`, the end of its block.
-    static __device__ __forceinline__ void pad(const FewArguments& a, u32 from, u32 end) {
-        const i32 sentinel = a.num_tokens * K;
-        i32* const slots = a.plan.sorted_token_ids;
-        const u32 aligned = round_up(from, 4u);
-#pragma unroll
-        for (u32 i = 0; i < 3; ++i)
-            if (from + i < aligned) slots[from + i] = sentinel;
-        const int4 four = make_int4(sentinel, sentinel, sentinel, sentinel);
-        if constexpr (BLOCK_M > 0) {
-#pragma unroll
-            for (u32 i = 0; i < BLOCK_M / 4 - 1; ++i)
-                if (aligned + i * 4 < end) *reinterpret_cast<int4*>(slots + aligned + i * 4) = four;
-        } else {
-#pragma unroll 1
-            for (u32 i = aligned; i < end; i += 4) *reinterpret_cast<int4*>(slots + i) = four;
-        }
+        if (rank + 1 == e.count) pad<K, BLOCK_M>(a, slot + 1, (e.first_block + e.blocks) * bm);
     }
 
     // Counts and offsets of every CLUSTER-th span of 32 experts, shared among the CTA's warps; and the totals.
     static __device__ __forceinline__ void write_experts(const FewArguments& a, const Here& h, const Plan& plan) {
         const i32 bm = block_m(a);
 #pragma unroll 1
-        for (u32 span = first_span(h); span < SPANS; span += CLUSTER * GROUPS * WARPS) {
+        for (u32 span = first_span(h); span < SPANS; span += CLUSTER * WARPS) {
             const u32 expert = span * 32 + h.lane;
             const typename Plan::Expert e = plan.at(expert);
             if (h.live && expert < static_cast<u32>(a.num_local_experts)) {

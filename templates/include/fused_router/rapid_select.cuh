@@ -14,6 +14,7 @@
 // Keys are integers that order as the rank values do, so ties and NaN need no care before the lower id decides.
 #pragma once
 #include "common/types.cuh"
+#include "fused_router/exact_select.cuh"
 #include "fused_router/score.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -21,14 +22,6 @@
 #include "ptx/sync.cuh"
 
 namespace fused_router {
-
-// One place of 32: a candidate as a lane sees it after settle().
-struct Settled {
-    bool wins;
-    u32 slot;  // among the winners, in ascending order of id
-    u32 id;
-    u32 term;  // weight term, as bits
-};
 
 // Who rehearses: nobody, the rows' own warps, or further warps, one a step.
 enum class Rehearsal { kNone, kOwn, kFurther };
@@ -129,7 +122,7 @@ struct RapidSelect {
             if (idle) {
                 // only goes along
             } else if (search.ended) {
-                if (warp == 0) select_exact(s, total_at, row, bias, lane);
+                if (warp == 0) take_exactly(s, total_at, row, bias, lane);
             } else if (!live || warp < SELECTORS) {
                 list(s, total_at, search.limit, warp, lane, state);
             }
@@ -184,18 +177,7 @@ struct RapidSelect {
 
     // The winners' weights, by one warp after settle(); each winning lane gets its own.
     static __device__ __forceinline__ f32 weight(u32 s, const Settled& mine, i32 renormalize, f32 factor) {
-        ptx::store_shared_if(mine.wins, s + Scratch::kTerms + mine.slot * 4, mine.term);
-        __syncwarp();
-        f32 all[K];
-#pragma unroll
-        for (i32 i = 0; i < K; i += 4) {
-            const uint4 v = ptx::load_shared_v4(s + Scratch::kTerms + i * 4);
-            all[i] = __uint_as_float(v.x);
-            all[i + 1] = __uint_as_float(v.y);
-            all[i + 2] = __uint_as_float(v.z);
-            all[i + 3] = __uint_as_float(v.w);
-        }
-        return weight_of(__uint_as_float(mine.term), sum_terms<K>(all), renormalize, factor);
+        return weight_through<K>(s + Scratch::kTerms, mine, renormalize, factor);
     }
 
     // Made-up data on which every step takes its usual path, for rehearsals; `writes`: in `s` too, a mock.
@@ -277,42 +259,14 @@ private:
         }
     }
 
-    // Any row, by one warp: finds the K-th largest key bit by bit, then takes the lowest ids among its equals. The winners
-    // become the candidates.
-    static __device__ __noinline__ void select_exact(u32 s, u32 total_at, const Logit* row, const f32* bias, u32 lane) {
-#pragma unroll 4
-        for (u32 e = lane; e < E; e += kWarp)
-            ptx::store_shared_if(true, s + Scratch::kKeys + e * 4,
-                                 key_of(rank_of(score_of(load_logit(row + e)), __ldg(bias + e))));
-        u32 kth = 0;
-#pragma unroll 1
-        for (u32 bit = 0x80000000u; bit != 0; bit >>= 1) {
-            if (count_stored(s, kth | bit, lane) >= K) kth |= bit;
-        }
-        u32 equals_left = K - (kth == 0xffffffffu ? 0 : count_stored(s, kth + 1, lane));
-        const u32 below = (1u << lane) - 1;
-        u32 slot = 0;
-#pragma unroll 1
-        for (u32 e = lane; e < E; e += kWarp) {
-            const u32 key = ptx::load_shared(s + Scratch::kKeys + e * 4);
-            const u32 equal = __ballot_sync(kFullWarp, key == kth);
-            const bool wins = key > kth || (key == kth && __popc(equal & below) < equals_left);
-            equals_left -= smaller<u32>(equals_left, __popc(equal));
-            const u32 mask = __ballot_sync(kFullWarp, wins);
+    // Any row, by one warp: the winners become the candidates.
+    static __device__ __forceinline__ void take_exactly(u32 s, u32 total_at, const Logit* row, const f32* bias, u32 lane) {
+        select_exact<E, K>(s + Scratch::kKeys, row, bias, lane, [s, row](bool wins, u32 place, u32 e, u32 key) {
             const f32 term = weight_term(score_of(load_logit(row + e)), key);
-            ptx::store_shared_if(wins, s + Scratch::kList + (slot + __popc(mask & below)) * 16,
-                                 make_uint4(key, e, __float_as_uint(term), 0));
-            slot += __popc(mask);
-        }
+            ptx::store_shared_if(wins, s + Scratch::kList + place * 16, make_uint4(key, e, __float_as_uint(term), 0));
+        });
         ptx::store_shared_if(lane == 0, s + total_at, static_cast<u32>(K));
         __syncwarp();
-    }
-
-    static __device__ __forceinline__ u32 count_stored(u32 s, u32 key, u32 lane) {
-        u32 reach = 0;
-#pragma unroll 4
-        for (u32 e = lane; e < E; e += kWarp) reach += ptx::load_shared(s + Scratch::kKeys + e * 4) >= key;
-        return ptx::warp_sum(reach);
     }
 };
 

@@ -8,19 +8,6 @@
 
 namespace fused_router {
 
-// The plan's tensors; see the operator's contract for their meaning.
-struct PlanOutputs {
-    i32* sorted_token_ids;
-    i32* expert_ids;
-    i32* num_tokens_post_padded;
-    i32* expert_counts;
-    i32* expert_offsets;
-    i32* expert_scatter_offsets;
-};
-
-// Not a local expert.
-constexpr u32 kNotLocal = 0xffffu;
-
 // SPANS words a row, at most ROWS rows (a power of 2), BLOCK_M slots a block (0: known at run time).
 template <i32 SPANS, i32 ROWS, i32 BLOCK_M>
 struct RowWords {

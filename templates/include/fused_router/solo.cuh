@@ -8,10 +8,11 @@
 // their way every warp runs through one step on made-up data (pass 0); each step exists once in the code.
 #pragma once
 #include "common/types.cuh"
+#include "fused_router/few_rows.cuh"
 #include "fused_router/rapid_select.cuh"
-#include "fused_router/row_words.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/words.cuh"
 
 namespace fused_router {
 
@@ -54,7 +55,11 @@ struct Solo {
         const bool member = warp < WARPS;
         const u32 row = shared.row.address();
         if (warp == 0) Selection::prepare(row, lane);
-        if (member && a.expert_map == nullptr) write_slots(a, threadIdx.x);
+        if (a.expert_map == nullptr) {
+            if (member) write_slots(a, threadIdx.x);
+        } else if (warp == WARPS - 1) {
+            ptx::touch<E>(a.expert_map, lane);
+        }
         const bool rehearses = REHEARSAL == Rehearsal::kOwn || !member;
         State state;
         u32 s = ptx::shared_address(shared.rehearsal) + warp % REHEARSERS * sizeof(typename Selection::Mock);
@@ -102,7 +107,7 @@ private:
                 Selection::settle(s, lane, state);
                 state.mine.wins = state.mine.wins && live;
                 if (a.expert_map != nullptr && live) {
-                    write_mapped(a, state.mine, warp, lane);
+                    write_mapped(a, s, state.mine, warp, lane);
                 } else if (!live || selects) {
                     write_experts(a, state.mine, warp, lane, live);
                 }
@@ -173,46 +178,67 @@ private:
         }
     }
 
-    // With an expert map the plan is over the winners that are local, ordered by their local ids. By all 8 warps.
-    static __device__ __forceinline__ void write_mapped(const SoloArguments& a, Settled mine, u32 warp, u32 lane) {
+    // With an expert map the plan is over the winners that are local, ordered by their local ids. By all 8 warps, each with
+    // memory of its own where select_exact kept the keys.
+    static __device__ __forceinline__ void write_mapped(const SoloArguments& a, u32 s, Settled mine, u32 warp, u32 lane) {
         const i32 bm = block_m(a);
+        const u32 experts = a.num_local_experts;
+        const u32 at = s + Selection::Scratch::kKeys + warp * K * 4;
         u32 local = kNotLocal;
         if (mine.wins) local = static_cast<u32>(__ldg(a.expert_map + mine.id));
-        if (local >= static_cast<u32>(a.num_local_experts)) local = kNotLocal;
+        if (local >= experts) local = kNotLocal;
+        u32 all[K];
+        share(at, mine, local, all);
         bool again = false;  // a map that names a local expert twice must not lead to more blocks than there is room for
-#pragma unroll 1
-        for (u32 i = 0; i < kWarp; ++i) again |= __shfl_sync(kFullWarp, local, i) == local && i < lane;
+#pragma unroll
+        for (u32 i = 0; i < K; ++i) again |= all[i] == local && i < mine.slot;
         if (again) local = kNotLocal;
-        const bool placed = local != kNotLocal;
-        const i32 blocks = __popc(__ballot_sync(kFullWarp, placed));
-        i32 block = 0;  // of this lane's winner
+        share(at, mine, local, all);
+        const bool placed = mine.wins && local != kNotLocal;
+        u32 blocks = 0;
+        u32 block = 0;  // of this lane's winner
+#pragma unroll
+        for (u32 i = 0; i < K; ++i) {
+            blocks += all[i] < experts;
+            block += all[i] < local;
+        }
 #pragma unroll 1
-        for (i32 i = 0; i < kWarp; ++i) block += __shfl_sync(kFullWarp, local, i) < local;
-#pragma unroll 1
-        for (i32 start = warp * kWarp; start <= a.num_local_experts; start += WARPS * kWarp) {
-            const u32 e = start + lane;
-            i32 before = 0;
-            i32 here = 0;
-#pragma unroll 1
-            for (i32 i = 0; i < kWarp; ++i) {
-                const u32 other = __shfl_sync(kFullWarp, local, i);
-                before += other < e && other != kNotLocal;
-                here |= other == e;
+        for (u32 e = warp * kWarp + lane; e <= experts; e += WARPS * kWarp) {
+            u32 before = 0;
+            u32 here = 0;
+#pragma unroll
+            for (u32 i = 0; i < K; ++i) {
+                before += all[i] < e;
+                here |= all[i] == e;
             }
-            if (e <= static_cast<u32>(a.num_local_experts)) a.plan.expert_offsets[e] = before * bm;
-            if (e < static_cast<u32>(a.num_local_experts)) {
-                a.plan.expert_counts[e] = here;
-                a.plan.expert_scatter_offsets[e] = here;
-            }
+            a.plan.expert_offsets[e] = before * bm;
+            if (e == experts) break;
+            a.plan.expert_counts[e] = here;
+            a.plan.expert_scatter_offsets[e] = here;
         }
         if (warp != 0) return;
         if (lane == 0) a.plan.num_tokens_post_padded[0] = blocks * bm;
         if (placed) {
             a.plan.expert_ids[block] = static_cast<i32>(local);
-            i32* slots = a.plan.sorted_token_ids + block * bm;
-            slots[0] = static_cast<i32>(mine.slot);
+            int4* const slots = reinterpret_cast<int4*>(a.plan.sorted_token_ids + block * bm);
+            slots[0] = make_int4(static_cast<i32>(mine.slot), K, K, K);
 #pragma unroll 1
-            for (i32 i = 1; i < bm; ++i) slots[i] = K;
+            for (i32 i = 1; i < bm / 4; ++i) slots[i] = make_int4(K, K, K, K);
+        }
+    }
+
+    // Every lane gets what the winners' lanes have, in the order of the winners' places.
+    static __device__ __forceinline__ void share(u32 at, const Settled& mine, u32 own, u32 (&all)[K]) {
+        __syncwarp();
+        ptx::store_shared_if(mine.wins, at + mine.slot * 4, own);
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < K; i += 4) {
+            const uint4 v = ptx::load_shared_v4(at + i * 4);
+            all[i] = v.x;
+            all[i + 1] = v.y;
+            all[i + 2] = v.z;
+            all[i + 3] = v.w;
         }
     }
 };

@@ -4,6 +4,7 @@
 #include "fused_router/rapid_select.cuh"
 #include "fused_router/throughput.cuh"
 #include "plan/row_packets.cuh"
+#include "ptx/words.cuh"
 
 namespace fused_router {
 
@@ -43,6 +44,7 @@ struct Spread {
         const u32 s = shared.row[0].address() + group * sizeof(typename Selection::Scratch);
         if (of_group == WEIGHTS_WARP) packets.prefetch(chunk.first, chunk.last, lane);
         if (of_group == 0) Selection::prepare(s, lane);
+        if (warp == WEIGHTS_WARP && shape.expert_map != nullptr) ptx::touch<E>(shape.expert_map, lane);
         shared.counts.clear();
         shared.pairs.masks.clear();
         __syncthreads();
@@ -87,9 +89,9 @@ private:
     // The list is empty again for the group's next row: nobody looks at its length any more.
     static __device__ __forceinline__ void send(const Packets& packets, const plan::Shape& shape, u32 row, u32 ids, u32 lane,
                                                 const Settled& mine, u32 s) {
-        u32 local = Packets::kNowhere;
+        u32 local = shape.experts;
         if (mine.wins) local = plan::local_expert(mine.id, shape);
-        if (local >= shape.experts) local = Packets::kNowhere;
+        if (local >= shape.experts) local = Packets::nowhere(row, mine.slot);
         ptx::store_shared_u16_if(mine.wins, ids + mine.slot * 2, local);
         __syncwarp();
         packets.send(row, ids, lane);

@@ -15,14 +15,15 @@ namespace plan {
 // A packet holds 8 local ids of 10 bits, and above each 6 bits of the launch's number.
 template <i32 E, i32 K, i32 CTAS>
 struct RowPackets {
-    static constexpr u32 kNowhere = 1023;  // a pair without a place
+    // From here on ids are of pairs without a place. There are two for each lane, lest all such pairs be counted at one.
+    static constexpr u32 kNowhere = 1024 - 2 * kWarp;
     static constexpr u32 PIECES = K / 8;   // packets of a row
     static constexpr u32 PACKETS_AT = CTAS * 8;
-    static_assert(E < kNowhere && K % 8 == 0 && PACKETS_AT % 16 == 0, "ids must fit a packet");
+    static_assert(E <= kNowhere && K % 8 == 0 && PACKETS_AT % 16 == 0, "ids must fit a packet");
 
     // Shared memory. Pairs of an expert: of all rows in the lower half, of the rows before the chunk in the upper.
     struct Counts {
-        uint4 words[1024 / 4];  // kNowhere has a place too, so that nothing branches
+        uint4 words[1024 / 4];  // they have places too, so that nothing branches
 
         __device__ __forceinline__ void clear() {
             for (u32 i = threadIdx.x; i < 1024 / 4; i += blockDim.x) words[i] = make_uint4(0, 0, 0, 0);
@@ -53,6 +54,11 @@ struct RowPackets {
 
     __device__ __forceinline__ void make_tag() {
         tag = make_uint4(part(0), part(12), part(24), part(36));
+    }
+
+    // Different for the packets that a warp counts at the same time.
+    static __device__ __forceinline__ u32 nowhere(u32 row, u32 slot) {
+        return kNowhere + (row * PIECES + slot / 8) % (2 * kWarp);
     }
 
     // One warp sends row `row`, whose K ids lie at shared address `ids`, 16 bits each.
