@@ -13,14 +13,17 @@
 
 namespace gemm {
 
-// A K that does not fill its last stage: the scales of the missing k64 blocks become zero, as do their tokens.
+// A K that does not fill its last stage: the scales of the missing k64 blocks become zero, as do their tokens. By the lane
+// that then arrives for the stage: tools that look for races do not see that a warp barrier would order others' stores.
 template <class T>
-__device__ __forceinline__ void zero_scales(u32 stage, u32 blocks, u32 lane) {
-    constexpr u32 kPieces = (kBlockBytes - kScaleBytes) / 16;  // of one block
-    for (u32 i = blocks * kStrips * kPieces + lane; i < T::stage_blocks * kStrips * kPieces; i += 32) {
-        ptx::store_shared_v4(stage + i / kPieces * kBlockBytes + kScaleBytes + i % kPieces * 16, make_uint4(0, 0, 0, 0));
+__device__ __forceinline__ void zero_scales(u32 stage, u32 blocks) {
+#pragma unroll 1
+    for (u32 block = blocks * kStrips; block < T::stage_blocks * kStrips; ++block) {
+#pragma unroll
+        for (u32 at = kScaleBytes; at < kBlockBytes; at += 16) {
+            ptx::store_shared_v4(stage + block * kBlockBytes + at, make_uint4(0, 0, 0, 0));
+        }
     }
-    __syncwarp();
 }
 
 // One stage's weights. A whole item is contiguous in memory; an item of fewer strips takes one copy a k64 block. The
@@ -38,8 +41,8 @@ __device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 bl
 }
 
 // Streams the weights of the items of the window at hand.
-template <class T, class Rows>
-__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T, Rows>& schedule, u32 shared,
+template <class T>
+__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T>& schedule, u32 shared,
                                                RingPosition& at) {
     Item item;
     while (schedule.next(item)) {
@@ -50,7 +53,7 @@ __device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<
             const u32 blocks = smaller(left, T::stage_blocks);
             const u32 stage = shared + at.index * T::stage_bytes + T::token_bytes;
             ptx::mbarrier_wait(shared + T::empty + 8 * at.index, at.parity ^ 1);
-            if (blocks < T::stage_blocks) zero_scales<T>(stage, blocks, threadIdx.x % 32);
+            if (blocks < T::stage_blocks && ptx::elect_one()) zero_scales<T>(stage, blocks);
             if (ptx::elect_one()) {
                 load_weights<T>(stage, source, blocks, item.strips, pitch, shared + T::full + 8 * at.index);
             }
@@ -153,7 +156,7 @@ struct Gather {
 // Copies the token rows of the items of the window at hand, and tells the math warps what each is. The next item is looked
 // up while the copies of the one before are under way.
 template <class T, class Rows>
-__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T, Rows>& schedule,
+__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T>& schedule,
                                               u32 shared, RingPosition& at, RingPosition& slot) {
     Gather<T> gather;
     gather.warp = threadIdx.x / 32 - T::math_warps - 1;
@@ -198,27 +201,31 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
 template <class T>
 __device__ __forceinline__ void announce_end(u32 shared, const RingPosition& slot) {
     ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
-    if (threadIdx.x == T::math_threads + 32) {
+    if (threadIdx.x == T::first_producer + 32) {
         ptx::store_shared_v4(shared + T::slot_base + slot.index * T::slot_bytes, make_uint4(0, 0, 0, 0));
     }
     ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
 }
 
-// All of the producer. Its warps look at a new window together, once each has done everything in the one before.
+// All of the producer, from the first window on. Its warps look at a new window together, once each has done everything in
+// the one before.
 template <class T, class Rows>
-__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared) {
+__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared, Window window) {
     const bool streams = __shfl_sync(kFullWarp, threadIdx.x / 32, 0) == T::math_warps;
-    Schedule<T, Rows> schedule(rows, shared, problem.strips());
+    Schedule<T> schedule(shared, problem.strips());
     RingPosition at, slot;
-    do {
-        schedule.open_window();
+    while (true) {
+        schedule.open_window(window);
         if (streams) {
             stream_weights<T>(problem, schedule, shared, at);
         } else {
             gather_tokens<T>(problem, rows, schedule, shared, at, slot);
         }
+        if (window.last) break;
         ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
-    } while (schedule.leave_window());
+        schedule.leave_window();
+        window = rows.template load_window<T>(shared, window.next);
+    }
     if (!streams) announce_end<T>(shared, slot);
 }
 

@@ -71,7 +71,7 @@ struct IndexedRows {
 // From blocks to rows: slots up to a run's last row. Only the last block of a run has to be looked into.
 template <class T, class Source>
 __device__ __forceinline__ void fill_rows(const Source& source, u32 shared, u32 runs) {
-    const u32 thread = threadIdx.x - T::math_threads, block_m = source.block_m, eighths = block_m / 8;
+    const u32 thread = threadIdx.x - T::first_producer, block_m = source.block_m, eighths = block_m / 8;
     for (u32 i = thread; i < runs * eighths; i += T::producer_threads) {
         const u32 run = i / eighths, place = (i - run * eighths) * 8;
         const u32 block = ptx::load_shared(shared + T::run_tile + 4 * run) - 1;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void fill_rows(const Source& source, u32 shared, u32 
 template <class T, class Source>
 __device__ __forceinline__ Window load_block_runs(const Source& source, u32 shared, u32 first) {
     constexpr u32 kThreads = T::producer_threads, kWarps = kThreads / 32, kMostChunks = 32;
-    const u32 thread = threadIdx.x - T::math_threads, warp = thread / 32, lane = thread % 32;
+    const u32 thread = threadIdx.x - T::first_producer, warp = thread / 32, lane = thread % 32;
     // Loads that do not wait for the number of blocks; the rows of the last blocks are asked for ahead of time too.
     i32 here = source.expert(first + thread), next = source.expert(first + kThreads + thread);
     i32 before_here = thread > 0 ? source.expert(first + thread - 1) : -1;

@@ -25,7 +25,7 @@ struct RowCut {
 template <class T, u32 kCount>
 __device__ __forceinline__ void exclusive_sums(u32 numbers, u32 warp_sums) {
     constexpr u32 kEach = ceil_div(kCount, T::producer_threads), kWarps = T::producer_threads / 32;
-    const u32 thread = threadIdx.x - T::math_threads, lane = thread % 32, warp = thread / 32;
+    const u32 thread = threadIdx.x - T::first_producer, lane = thread % 32, warp = thread / 32;
     u32 sums[kEach], sum = 0;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
@@ -56,7 +56,7 @@ constexpr u32 kSortedRows = 24;
 // Whether any run has more than `rows` rows. By all producer threads.
 template <class T>
 __device__ __forceinline__ bool wider_than(u32 rows, u32 shared, u32 runs) {
-    const u32 thread = threadIdx.x - T::math_threads;
+    const u32 thread = threadIdx.x - T::first_producer;
     bool wider = false;
     for (u32 run = thread; run < runs; run += T::producer_threads) {
         wider = wider || ptx::load_shared(shared + T::run_rows + 4 * run) > rows;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void sort_runs(u32 shared, u32 runs) {
     using Place = SortPlace<T>;
     constexpr u32 kThreads = T::producer_threads, kEach = T::window / kThreads, kCounts = Place::kWidths * Place::kPieces;
     static_assert(kCounts <= T::window, "the counts must fit their place");
-    const u32 thread = threadIdx.x - T::math_threads;
+    const u32 thread = threadIdx.x - T::first_producer;
 #pragma unroll 1
     for (u32 i = thread; i < kCounts; i += kThreads) ptx::store_shared(shared + T::run_tile + 4 * i, 0);
     ptx::barrier_sync_aligned(kProducerBarrier, kThreads);
