@@ -54,7 +54,7 @@ template <template <class> class Loop>
 struct StreamedBody {
     template <class T>
     static __device__ __forceinline__ void init_barriers(u32 shared) {
-        for (u32 i = 0; i < T::stages; ++i) {
+        for (u32 i = 0; i < T::barrier_stages; ++i) {
             ptx::mbarrier_init(shared + T::full + 8 * i, 1 + 32 * T::gather_warps);
             ptx::mbarrier_init(shared + T::empty + 8 * i, T::math_warps);
         }
@@ -67,7 +67,7 @@ struct StreamedBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
-        return rows.template load_window<T>(shared, 0);
+        return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
     }
 
     // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.

@@ -224,7 +224,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows
         if (window.last) break;
         ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
         schedule.leave_window();
-        window = rows.template load_window<T>(shared, window.next);
+        window = add_up_runs<T>(rows.template load_window<T>(shared, window.next), shared);
     }
     if (!streams) announce_end<T>(shared, slot);
 }

@@ -4,7 +4,9 @@
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/rows.cuh"
+#include "ptx/barrier_arrive.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
@@ -34,66 +36,35 @@ struct OneTile {
 
 constexpr u32 kChoiceBarrier = 6;  // named barrier of all threads; 1 to 5 have other users
 
-// A tile for experts of up to kMeanRows rows on average; 0: whatever they have.
-template <class T, u32 kMeanRows>
+// A tile for experts of more than kBeyond rows on average.
+template <class T, u32 kBeyond>
 struct FitTile {
     using Tile = T;
-    static constexpr u32 mean_rows = kMeanRows;
+    static constexpr u32 beyond = kBeyond;
 };
 
-// Rows of the runs in the lists, and runs that have any.
-struct RowSum {
-    u32 rows, runs;
-    __device__ __forceinline__ bool at_most(u32 mean) const { return rows <= u64{mean} * runs; }
-};
-
-// By all producer threads, which find the same; the counts are in use until the next barrier.
-template <class T>
-__device__ __forceinline__ RowSum add_up_runs(u32 shared, u32 runs) {
-    constexpr u32 kWarps = T::producer_threads / 32;
-    const u32 thread = threadIdx.x - T::first_producer, counts = shared + T::run_counts;
-    RowSum sum{0, 0};
-    for (u32 run = thread; run < runs; run += T::producer_threads) {
-        const u32 rows = ptx::load_shared(shared + T::run_rows + 4 * run);
-        sum.rows += rows;
-        sum.runs += rows > 0;
-    }
-    sum.rows = __reduce_add_sync(kFullWarp, sum.rows);
-    sum.runs = __reduce_add_sync(kFullWarp, sum.runs);
-    if (thread % 32 == 0) {
-        ptx::store_shared(counts + 4 * (thread / 32), sum.rows);
-        ptx::store_shared(counts + 4 * (kWarps + thread / 32), sum.runs);
-    }
-    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
-    sum = {0, 0};
-#pragma unroll
-    for (u32 warp = 0; warp < kWarps; ++warp) {
-        sum.rows += ptx::load_shared(counts + 4 * warp);
-        sum.runs += ptx::load_shared(counts + 4 * (kWarps + warp));
-    }
-    return sum;
-}
-
-// Chooses the first tile that the rows fit and makes its barriers. By one thread.
-template <class Body, u32 kPlace, class First, class... Rest>
-__device__ __forceinline__ void choose_tile(const RowSum& sum, u32 shared) {
+// The first tile that a window's rows are enough for: its place among the program's. The last one takes what is left.
+template <u32 kPlace, class First, class... Rest>
+__device__ __forceinline__ u32 fitting_tile(const Window& window) {
     if constexpr (sizeof...(Rest) > 0) {
-        if (!sum.at_most(First::mean_rows)) return choose_tile<Body, kPlace + 1, Rest...>(sum, shared);
+        return window.mean_at_most(First::beyond) ? fitting_tile<kPlace + 1, Rest...>(window) : kPlace;
     }
-    ptx::store_shared(shared + First::Tile::choice, kPlace);
-    Body::template init_barriers<typename First::Tile>(shared);
+    return kPlace;
 }
 
+// The compiler may not make a jump table of it, and lays the last tile's code next to that before the choice: few rows, for which
+// fetching code counts most.
 template <class Body, u32 kPlace, class First, class... Rest, class Rows>
 __device__ __forceinline__ void work_chosen(const Problem& problem, const Rows& rows, u32 shared, u32 choice,
                                             const Window& window) {
-    if constexpr (sizeof...(Rest) > 0) {
-        if (choice != kPlace) return work_chosen<Body, kPlace + 1, Rest...>(problem, rows, shared, choice, window);
+    if (sizeof...(Rest) == 0 || __builtin_expect(ptx::opaque(choice) == kPlace, kPlace == 0)) {
+        Body::template work<typename First::Tile>(problem, rows, shared, [&] { return window; });
+    } else if constexpr (sizeof...(Rest) > 0) {
+        work_chosen<Body, kPlace + 1, Rest...>(problem, rows, shared, choice, window);
     }
-    Body::template work<typename First::Tile>(problem, rows, shared, [&] { return window; });
 }
 
-// Tiles: FitTile, the lowest first. All have the same threads, the same producer and the lists of runs at the same place. Every
+// Tiles: FitTile, the tallest first. All have the same threads, the same producer and the lists of runs at the same place. Every
 // CTA sees the same runs, so all choose alike; it is the first window's runs that decide.
 template <class Body, class First, class... Rest>
 struct FittingTiles {
@@ -104,21 +75,38 @@ struct FittingTiles {
     static_assert(((Rest::Tile::run_rows == First::Tile::run_rows) && ...), "one place for the runs");
     static_assert(((Rest::Tile::choice == First::Tile::choice) && ...), "one place for the choice");
 
+    // The producer chooses and goes on; all others wait for what it has chosen.
     template <class Rows>
     static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows) {
         using T = typename First::Tile;
         extern __shared__ __align__(1024) u8 memory[];
         const u32 shared = ptx::shared_address(memory);
+        if (threadIdx.x == 0) {
+            Body::template init_barriers<T>(shared);
+            (init_others<typename Rest::Tile>(shared), ...);
+        }
+        __syncthreads();
         const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0) - T::first_producer / 32;
         Window window{0, 0, true};
+        u32 choice;
         if (warp < T::producer_threads / 32) {
             window = first_window<Body, T>(rows, shared);
-            const RowSum sum = add_up_runs<T>(shared, window.runs);
-            if (threadIdx.x == T::first_producer) choose_tile<Body, 0, First, Rest...>(sum, shared);
+            choice = fitting_tile<0, First, Rest...>(window);
+            if (threadIdx.x == T::first_producer) ptx::store_shared(shared + T::choice, choice);
+            __syncwarp();
+            ptx::barrier_arrive_aligned(kChoiceBarrier, threads);
+        } else {
+            ptx::barrier_sync_aligned(kChoiceBarrier, threads);
+            choice = ptx::load_shared(shared + T::choice);
         }
-        ptx::barrier_sync_aligned(kChoiceBarrier, threads);
-        const u32 choice = __shfl_sync(kFullWarp, ptx::load_shared(shared + T::choice), 0);
-        work_chosen<Body, 0, First, Rest...>(problem, rows, shared, choice, window);
+        work_chosen<Body, 0, First, Rest...>(problem, rows, shared, __shfl_sync(kFullWarp, choice, 0), window);
+    }
+
+private:
+    // Barriers of a tile that has them at a place of their own.
+    template <class T>
+    static __device__ __forceinline__ void init_others(u32 shared) {
+        if constexpr (T::full != First::Tile::full) Body::template init_barriers<T>(shared);
     }
 };
 

@@ -37,7 +37,7 @@ struct ResidentBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
-        return find_runs<T>(rows, shared, 0);
+        return add_up_runs<T>(find_runs<T>(rows, shared, 0), shared);
     }
 
     // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.

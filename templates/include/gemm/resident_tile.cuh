@@ -43,12 +43,12 @@ struct ResidentTile {
     static constexpr u32 runs = 512;
 
     static constexpr u32 max_stages = 16;
-    static constexpr u32 full = 0, empty = full + 8 * max_stages;
+    static constexpr u32 full = kIdleGroups > 0 ? 512 : 0, empty = full + 8 * max_stages;  // beside those of another tile
     static constexpr u32 item_full = empty + 8 * max_stages, item_empty = item_full + 8 * slots;
     static constexpr u32 tokens_empty = item_empty + 8 * slots;
     static constexpr u32 staged_full = tokens_empty + 8 * kBuffers, staged_empty = staged_full + 8 * kGroups;
     // The lists lie at the same place for all tiles of a program, as does what is chosen.
-    static constexpr u32 run_slot = round_up(staged_empty + 8 * kGroups, 512u), run_rows = run_slot + 4 * runs;
+    static constexpr u32 run_slot = 1024, run_rows = run_slot + 4 * runs;
     static constexpr u32 run_expert = run_rows + 4 * runs, run_tile = run_expert + 4 * runs;
     static constexpr u32 run_later = run_tile + 4 * runs, run_counts = run_later + 4 * runs;
     static constexpr u32 choice = run_counts + 4 * 16, slot_base = choice + 16;
@@ -65,6 +65,7 @@ struct ResidentTile {
     static_assert(kMaxRows % 16 == 0 && kMaxRows >= 64 && kMaxRows <= 192, "a tile holds up to 64, 80, ... 192 rows");
     static_assert(kMaxK % kBlock == 0, "k comes in blocks");
     static_assert(kStreamWarps == 1 || kStreamWarps == 2, "one warp streams, or two in turn");
+    static_assert(staged_empty + 8 * kGroups <= full + 512, "barriers end before others, or lists, begin");
     static_assert(tokens + min_ring_bytes < smem_bytes, "no room for tokens");
 };
 

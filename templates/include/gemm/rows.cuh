@@ -17,7 +17,39 @@ struct Window {
     u32 runs;   // of the window
     u32 next;   // first block of the next window
     bool last;  // there is none
+    u32 rows = 0, active = 0, widest = 0;  // what add_up_runs finds: rows of all runs, runs that have any, rows of the longest
+
+    __device__ __forceinline__ bool mean_at_most(u32 mean) const { return rows <= u64{mean} * active; }
 };
+
+// The window with the sums of its lists. By all producer threads, which find the same.
+template <class T>
+__device__ __forceinline__ Window add_up_runs(Window window, u32 shared) {
+    constexpr u32 kWarps = T::producer_threads / 32;
+    const u32 thread = threadIdx.x - T::first_producer, counts = shared + T::run_counts;
+    for (u32 run = thread; run < window.runs; run += T::producer_threads) {
+        const u32 rows = ptx::load_shared(shared + T::run_rows + 4 * run);
+        window.rows += rows;
+        window.active += rows > 0;
+        window.widest = larger(window.widest, rows);
+    }
+    const u32 sums[3] = {__reduce_add_sync(kFullWarp, window.rows), __reduce_add_sync(kFullWarp, window.active),
+                         __reduce_max_sync(kFullWarp, window.widest)};
+    if (thread % 32 == 0) {
+        ptx::store_shared_v4(counts + 16 * (thread / 32), make_uint4(sums[0], sums[1], sums[2], 0));
+    }
+    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
+    window.rows = window.active = window.widest = 0;
+#pragma unroll
+    for (u32 warp = 0; warp < kWarps; ++warp) {
+        const uint4 of_warp = ptx::load_shared_v4(counts + 16 * warp);
+        window.rows += of_warp.x;
+        window.active += of_warp.y;
+        window.widest = larger(window.widest, of_warp.z);
+    }
+    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // before the counts are used again
+    return window;
+}
 
 // Finds up to kWindow runs from block `first` on and writes them to the lists. By all producer threads.
 // A run that goes on past the window is left to the next one, unless it fills the whole window. Of the source:

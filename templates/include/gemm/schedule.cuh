@@ -48,10 +48,10 @@ public:
         before_ = (before_ + items_) % gridDim.x;
     }
 
-    // Works out the items of a window whose runs are in the lists. By all producer threads.
+    // Works out the items of a window whose runs are in the lists and added up. By all producer threads.
     __device__ __forceinline__ void open_window(const Window& window) {
         window_ = window;
-        if (wider_than<T>(kSortedRows, shared_, window_.runs)) sort_runs<T>(shared_, window_.runs);
+        if (window.widest > kSortedRows) sort_runs<T>(shared_, window_.runs);
         items_ = whole_ = number_tiles() * groups_;
         parts_ = 1;
         const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round

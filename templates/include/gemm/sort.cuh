@@ -53,24 +53,6 @@ __device__ __forceinline__ void exclusive_sums(u32 numbers, u32 warp_sums) {
 // Up to 24 rows device memory sets the pace, whatever the width, and a sort costs 1 us.
 constexpr u32 kSortedRows = 24;
 
-// Whether any run has more than `rows` rows. By all producer threads.
-template <class T>
-__device__ __forceinline__ bool wider_than(u32 rows, u32 shared, u32 runs) {
-    const u32 thread = threadIdx.x - T::first_producer;
-    bool wider = false;
-    for (u32 run = thread; run < runs; run += T::producer_threads) {
-        wider = wider || ptx::load_shared(shared + T::run_rows + 4 * run) > rows;
-    }
-    const u32 lanes = __ballot_sync(kFullWarp, wider);
-    if (thread % 32 == 0) ptx::store_shared(shared + T::run_counts + 4 * (thread / 32), lanes);
-    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
-    u32 any = 0;
-#pragma unroll
-    for (u32 warp = 0; warp < T::producer_threads / 32; ++warp) any |= ptx::load_shared(shared + T::run_counts + 4 * warp);
-    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // before the counts are used again
-    return any != 0;
-}
-
 // How a run is counted: where the count of its width is kept for its piece of 32 runs, and how many like it the piece has
 // before it. By whole warps.
 template <class T>
