@@ -3,10 +3,13 @@
     python scripts/bench_vllm.py --peers PEERS [--out FOLDER]
 
 For a machine with an H200, torch with CUDA and vLLM's package; tests/vllmhost.py stands in for what a bare one lacks.
-PEERS holds whl/humming_kernels-*.whl. Humming compiles in processes of their own first, all at the same time.
+PEERS holds whl/humming_kernels-*.whl, which is unpacked unless humming is installed. Humming compiles in processes of
+their own first, all at the same time. It finds a compiled kernel again only from the same folder, so that with an
+installed one a second run can do --without-warm-up.
 """
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -14,11 +17,14 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PART = "vllm"
+"""Ends the results file's name: `chord bench layer` writes the other part of the suite."""
 WARM = [
-    (split, name, counts)
-    for split, name in (("vllm_tp8", "humming_indexed"), ("vllm_ep8", "humming_grouped"))
-    for counts in ("1", "8", "64", "512", "4096")
+    ("vllm_tp8", "humming_indexed"),
+    ("vllm_ep8", "humming_grouped"),
+    ("vllm_ep8", "humming_indexed"),
 ]
+"""A split, and the subject whose kernels for all sizes one forward compiles."""
 
 
 def main() -> None:
@@ -28,7 +34,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for the results file")
     parser.add_argument("--samples", type=int, default=31)
     parser.add_argument("--commit", help="of the code that is measured, where git cannot tell")
-    parser.add_argument("--warm", nargs=3, metavar=("SPLIT", "NAME", "COUNTS"), help=argparse.SUPPRESS)
+    parser.add_argument("--without-warm-up", action="store_true", help="Humming has compiled all of it before")
+    parser.add_argument("--warm", nargs=2, metavar=("SPLIT", "NAME"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     if options.warm:
@@ -48,35 +55,44 @@ def start(humming: Path) -> None:
     plugin.register()
 
 
-def warm(humming: Path, split: str, name: str, counts: str) -> None:
+def warm(humming: Path, split: str, name: str) -> None:
     start(humming)
     from chord.bench import vllm as bench
 
-    bench.warm(split, name, [int(count) for count in counts.split(",")])
+    bench.warm(split, name)
 
 
 def run(options: argparse.Namespace) -> None:
-    humming = unpacked(options.peers)
+    humming = installed() or unpacked(options.peers)
     command = [sys.executable, __file__, "--peers", str(humming), "--warm"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    jobs = {words: subprocess.Popen([*command, *words], **quiet) for words in WARM}  # type: ignore[call-overload]
+    todo = [] if options.without_warm_up else WARM
+    jobs = {words: subprocess.Popen([*command, *words], **quiet) for words in todo}  # type: ignore[call-overload]
     start(humming)
     for words, job in jobs.items():
         said = job.communicate()[1]
         if job.returncode:
             print(f"{' '.join(words)} did not warm up:\n{said[-2000:]}", file=sys.stderr)
     from chord.bench import vllm as bench
-    from chord.bench.results import Row, file_name, write
+    from chord.bench.results import Results, Row, file_name, write
 
     def show(row: Row) -> None:
         others = {**row.peers, **row.chord}
         words = [f"{name} {us:.1f} us ({us / row.us:.2f}x)" for name, us in others.items()]
         print(f"{row.scenario} {row.tokens:5d} tokens: chord {row.us:.1f} us, {', '.join(words)}", flush=True)
 
-    found = bench.run(options.peers, samples=options.samples, steady_ms=100, commit=options.commit, progress=show)
-    path = options.out / file_name(found)
-    write(found, path)
-    print(f"written: {path}")
+    def save(found: Results) -> None:
+        write(found, options.out / file_name(found, PART))
+
+    given = {"samples": options.samples, "commit": options.commit}
+    found = bench.run(options.peers, steady_ms=100, progress=show, save=save, **given)
+    print(f"written: {options.out / file_name(found, PART)}")
+
+
+def installed() -> Path | None:
+    """The folder that holds humming's package, if it can be imported."""
+    found = importlib.util.find_spec("humming")
+    return None if found is None or found.origin is None else Path(found.origin).parents[1]
 
 
 def unpacked(peers: Path) -> Path:

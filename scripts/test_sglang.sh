@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run SGLang's own MoE code on chord, on the CPU: tests/serving_sglang. Arguments go to pytest.
+# Run SGLang's own MoE code on chord: tests/serving_sglang, on this machine's GPU or else on the CPU. Arguments go to
+# pytest.
 # Installs SGLang's published package, without what its servers need, into a virtual environment of its own.
 # SGLANG: the release (default below). VENV_SGLANG: where the environment lies.
 set -euo pipefail

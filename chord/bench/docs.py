@@ -6,8 +6,8 @@
 
 Regions: `router <scenario>` (table and plot of a router scenario), `w4a16 <scenario>` (table, and a plot for each
 projection that was measured at more than one count; a line that says so where no run has the scenario), `host` (the
-host suite's table), `layer <scenario>` (whole layers in a framework), `arms` (which token counts run which router arm,
-from the manifest).
+host suite's table), `layer <scenario>` (table and plot of whole layers, by themselves or in a framework), `summary`
+(ratios of every suite against bench/goals.json), `arms` (which token counts run which router arm, from the manifest).
 """
 
 from __future__ import annotations
@@ -15,15 +15,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from chord.bench.plot import log_log, router_series, w4a16_series
+from chord.bench.plot import layer_series, log_log, router_series, w4a16_series
 from chord.bench.report import host_table, layer_table, router_table, setting, w4a16_table
 from chord.bench.results import Results, read
+from chord.bench.summary import lines_of, read_goals, summary_table
 from chord.registry import Registry
 
 RECORDED = "flashinfer"
 """Ends the name of the file with figures of a peer that cannot run here; SGLang was measured beside it."""
 RECORDED_LABEL = "FlashInfer 0.7.4"
 PLOTTED_BLOCK_M = 8
+SUMMARY = {
+    "layer": ("ep8_decode", "ep8_prefill", "tp8", "vllm_tp8", "vllm_ep8"),
+    "w4a16": ("ep8_decode", "ep8_prefill", "tp8", "swiglu_ep8", "grouped_contiguous", "grouped_masked", "sorted_ep8"),
+    "router": ("k3", "k2"),
+}
+"""Scenarios of the summary by suite, in this order."""
 
 _REGION = re.compile(r"(<!-- figures: ([a-z0-9_ ]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
@@ -58,6 +65,8 @@ def _content(region: str, document: Path, folder: Path) -> str:
     kind, _, scenario = region.partition(" ")
     if region == "arms":
         return arms_table(Registry.open())
+    if region == "summary":
+        return _summary(folder)
     if kind == "host":
         results = latest(folder, "host")
         return f"{setting(results)}\n\n{host_table(results)}"
@@ -66,10 +75,10 @@ def _content(region: str, document: Path, folder: Path) -> str:
     if kind == "w4a16" and scenario:
         return _w4a16(scenario, document, folder)
     if kind == "layer" and scenario:
-        return _layer(scenario, folder)
+        return _layer(scenario, document, folder)
     raise ValueError(
-        f"{document}: unknown figures {region!r}, expected `arms`, `host`, `layer <scenario>`, `router <scenario>` "
-        "or `w4a16 <scenario>`"
+        f"{document}: unknown figures {region!r}, expected `arms`, `host`, `layer <scenario>`, `router <scenario>`, "
+        "`summary` or `w4a16 <scenario>`"
     )
 
 
@@ -84,10 +93,35 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
     return f"{setting(results)}\n\n{table}\n![{title}]({drawing.name})\n"
 
 
-def _layer(scenario: str, folder: Path) -> str:
-    """Whole layers in a framework; a line that says so where no run has the scenario."""
+def _layer(scenario: str, document: Path, folder: Path) -> str:
+    """Whole layers: table, and a plot of more than one count; a line that says so where no run has the scenario."""
     results = latest_with(folder, "layer", scenario)
-    return "Not measured yet.\n" if results is None else f"{setting(results)}\n\n{layer_table(results, scenario)}"
+    if results is None:
+        return "Not measured yet.\n"
+    text = f"{setting(results)}\n\n{layer_table(results, scenario)}"
+    series = layer_series(results, scenario)
+    if len(series["chord"]) < 2:
+        return text
+    drawing = document.parent / f"{document.stem}-{scenario}.svg".replace("_", "-")
+    title = f"Layer {scenario}, {results.gpu}, cold L2"
+    drawing.write_text(log_log(series, title), encoding="utf-8")
+    return f"{text}\n![{title}]({drawing.name})\n"
+
+
+def _summary(folder: Path) -> str:
+    """One line for each scenario and projection that was measured beside a peer."""
+    goals = read_goals(folder.parent / "goals.json")
+    recorded = latest(folder, RECORDED) if list(folder.glob(f"*-{RECORDED}.json")) else None
+    lines = []
+    for suite, scenarios in SUMMARY.items():
+        for scenario in scenarios:
+            results = latest_with(folder, suite, scenario)
+            if results is None:
+                continue
+            through = recorded if (suite, scenario) == ("router", "k3") else None
+            label = "" if through is None else f"{RECORDED_LABEL}, recorded"
+            lines += lines_of(results, scenario, goals, through, label)
+    return summary_table(lines)
 
 
 def _w4a16(scenario: str, document: Path, folder: Path) -> str:

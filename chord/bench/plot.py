@@ -35,6 +35,17 @@ def router_series(
     return {name: sorted(points) for name, points in series.items() if points}
 
 
+def layer_series(results: Results, scenario: str) -> dict[str, Points]:
+    """Lines of (tokens, us) of whole layers: chord, and each peer."""
+    series: dict[str, list[tuple[float, float]]] = {"chord": []}
+    for row in results.rows:
+        if row.scenario == scenario and row.tokens:
+            series["chord"].append((row.tokens, row.us))
+            for name, us in row.peers.items():
+                series.setdefault(name, []).append((row.tokens, us))
+    return {name: sorted(points) for name, points in series.items() if points}
+
+
 def w4a16_series(results: Results, scenario: str, proj: str) -> dict[str, Points]:
     """Lines of (size, us) for a projection: chord and each peer. Size: tokens, or rows an expert."""
     series: dict[str, list[tuple[float, float]]] = {"chord": []}

@@ -71,8 +71,8 @@ def router_table(
     head = ["tokens", "block_m", "program", "chord us", "p10-p90", *(f"{name} us" for name in peers)]
     head += ["best peer / chord"] if peers else []
     head += [f"{label} / chord"] if through else []
-    lines = [_table_line(head), _table_line(["---:", "---:", "---", *["---:"] * (len(head) - 3)])]
-    lines += [_table_line(_router_cells(c, peers, through)) for c in comparisons]
+    lines = [table_line(head), table_line(["---:", "---:", "---", *["---:"] * (len(head) - 3)])]
+    lines += [table_line(_router_cells(c, peers, through)) for c in comparisons]
     return "\n".join([*lines, "", *_means(comparisons, label)]) + "\n"
 
 
@@ -123,7 +123,7 @@ def w4a16_table(results: Results, scenario: str) -> str:
     head += ["best peer / chord"] if peers else []
     head += [f"chord, {name.replace('_', ' ')} us" for name in ways]
     head += ["of read bandwidth"]
-    lines = [_table_line(head), _table_line(["---", "---:", "---", *["---:"] * (len(head) - 3)])]
+    lines = [table_line(head), table_line(["---", "---:", "---", *["---:"] * (len(head) - 3)])]
     rate = read_rate(results)
     for c in comparisons:
         row = c.row
@@ -132,7 +132,7 @@ def w4a16_table(results: Results, scenario: str) -> str:
         cells += [_ratio(c.ratio)] if peers else []
         cells += [f"{row.chord[name]:.1f}" if name in row.chord else "" for name in ways]
         cells += ["" if rate is None or row.bytes is None else f"{row.bytes / row.us / rate:.0%}"]
-        lines.append(_table_line(cells))
+        lines.append(table_line(cells))
     return "\n".join([*lines, "", *_means(comparisons, "recorded")]) + "\n"
 
 
@@ -149,13 +149,13 @@ def layer_table(results: Results, scenario: str) -> str:
         *(["best peer / chord"] if peers else []),
     ]
     head += [f"{name.replace('_', ' ')} us" for name in ways]
-    lines = [_table_line(head), _table_line(["---:"] * len(head))]
+    lines = [table_line(head), table_line(["---:"] * len(head))]
     for c in comparisons:
         row = c.row
         cells = [str(size_of(row)), f"{row.us:.1f}", _spread(row, 1)]
         cells += [f"{row.peers[name]:.1f}" if name in row.peers else "" for name in peers]
         cells += [_ratio(c.ratio)] if peers else []
-        lines.append(_table_line([*cells, *(f"{row.chord[name]:.1f}" if name in row.chord else "" for name in ways)]))
+        lines.append(table_line([*cells, *(f"{row.chord[name]:.1f}" if name in row.chord else "" for name in ways)]))
     return "\n".join([*lines, "", *_means(comparisons, "recorded")]) + "\n"
 
 
@@ -171,10 +171,10 @@ def read_rate(results: Results) -> float | None:
 
 def host_table(results: Results) -> str:
     """A markdown table of the host suite: microseconds per way to launch."""
-    lines = [_table_line(["what", "tokens", "median us", "p10", "p90"]), _table_line(["---", *["---:"] * 4])]
+    lines = [table_line(["what", "tokens", "median us", "p10", "p90"]), table_line(["---", *["---:"] * 4])]
     for row in results.rows:
         quantiles = ["" if value is None else f"{value:.2f}" for value in (row.p10, row.p90)]
-        lines.append(_table_line([row.scenario, str(row.tokens), f"{row.us:.2f}", *quantiles]))
+        lines.append(table_line([row.scenario, str(row.tokens), f"{row.us:.2f}", *quantiles]))
     return "\n".join(lines) + "\n"
 
 
@@ -182,5 +182,6 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def _table_line(cells: Sequence[str]) -> str:
+def table_line(cells: Sequence[str]) -> str:
+    """A line of a markdown table."""
     return f"| {' | '.join(cells)} |"

@@ -29,6 +29,8 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_default
     rows_per_expert: int | None = None
     program: str | None = None
     cubin_sha256: str | None = None
+    cubins: dict[str, str] = {}
+    """SHA-256 by program, where `program` names several that run one after the other."""
     samples: int | None = None
     us: float
     p10: float | None = None

@@ -62,13 +62,12 @@ def measure_cell(
         calls["large_slab"] = checked_rows(cell, work, weights, rows_each=LARGE_SLAB)
     if cell.scenario == SORTED:
         calls |= _unsorted(cell, weights)
-    own = len(calls)
+    own = set(calls) - {"chord"}
     for peer in peers:
         if isinstance(peer, GroupedPeer):
             kind = "masked" if cell.scenario == MASKED else "contiguous"
             calls |= working(peer, work, partial(peer.grouped_calls, kind=kind))
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
-    names = list(times)
     arch = _runtime.architecture(work.x.device.index)
     operator = _runtime.operator(prepared.program.partition(".")[0])
     is_sorted = cell.scenario == SORTED
@@ -84,8 +83,8 @@ def measure_cell(
         p10=times["chord"].p10,
         p90=times["chord"].p90,
         bytes=least_bytes(cell.shape, int(work.ids.unique().numel()), work.pairs, work.pairs),  # type: ignore[no-untyped-call]
-        peers={name: times[name].median for name in names[own:]},
-        chord={name: times[name].median for name in names[1:own]},
+        peers={name: summary.median for name, summary in times.items() if name not in own and name != "chord"},
+        chord={name: summary.median for name, summary in times.items() if name in own},
     )
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import lzma
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -19,7 +20,7 @@ import torch
 
 from chord.bench.peers import from_wheel
 from chord.router import route_plan
-from chord.w4a16.layout import SCALE_GROUP, WeightShape
+from chord.w4a16.layout import CODES_PER_WORD, SCALE_GROUP, WeightShape
 
 MARLIN_BLOCK_M = (8, 16, 32, 48, 64)
 _SILU_TIMES = "a / (1.f + __expf(-a)) * b"
@@ -67,8 +68,8 @@ class Humming:
         from_wheel(folder, "humming", "humming_kernels")
         self.version = metadata.version("humming-kernels")
         self._layer_type = importlib.import_module("humming.layer").HummingLayer
-        self._configure = importlib.import_module("humming.tune").get_heuristics_config
-        self._activate = importlib.import_module("humming.layer").HummingLayerMethod.may_process_input
+        self.configure = importlib.import_module("humming.tune").get_heuristics_config
+        self._process = importlib.import_module("humming.layer").HummingLayerMethod.may_process_input
         self._kept: tuple[WeightShape, Any] | None = None
 
     def calls(self, work: Work) -> dict[str, Callable[[], object]]:
@@ -77,7 +78,7 @@ class Humming:
         found = {}
         for kind, arguments in (("indexed", self._indexed), ("contiguous", self._contiguous)):
             gemm = "indexed" if kind == "indexed" else "grouped_contiguous"
-            config = self._configure(layer.humming_config, shape_m=work.pairs, gemm_type=gemm)
+            config = self.configure(layer.humming_config, shape_m=work.pairs, gemm_type=gemm)
             inputs, options = arguments(work, config)
             options |= {
                 "outputs": torch.empty(work.pairs, work.shape.n, dtype=torch.bfloat16, device=work.x.device),
@@ -91,7 +92,7 @@ class Humming:
     def grouped_calls(self, work: Work, kind: str) -> dict[str, Callable[[], object]]:
         """humming_contiguous, or humming_masked on slabs of twice the rows that the fullest one holds, at least 64."""
         layer, gemm = self._layer(work.shape), f"grouped_{kind}"
-        config = self._configure(layer.humming_config, shape_m=work.pairs, gemm_type=gemm)
+        config = self.configure(layer.humming_config, shape_m=work.pairs, gemm_type=gemm)
         if kind == "contiguous":
             rows, options = self._contiguous(work, config)
         else:
@@ -110,7 +111,7 @@ class Humming:
     def swiglu_calls(self, work: Work) -> dict[str, Callable[[], object]]:
         """humming_two_kernels: the indexed GEMM, then the activation."""
         layer = self._layer(work.shape)
-        config = self._configure(layer.humming_config, shape_m=work.pairs, gemm_type="indexed")
+        config = self.configure(layer.humming_config, shape_m=work.pairs, gemm_type="indexed")
         inputs, options = self._indexed(work, config)
         out = torch.empty(work.pairs, work.shape.n, dtype=torch.bfloat16, device=work.x.device)
         active = torch.empty(work.pairs, work.shape.n // 2, dtype=torch.bfloat16, device=work.x.device)
@@ -118,9 +119,19 @@ class Humming:
 
         def call() -> None:
             layer(inputs, **options, tuning_config=config)
-            self._activate(layer, out, outputs=active, activation_type="binary_split", activation_impl=_SILU_TIMES)
+            self.activate(layer, out, active)
 
         return {"humming_two_kernels": call}
+
+    def activate(self, layer: Any, gate_up: torch.Tensor, out: torch.Tensor, **options: Any) -> None:  # noqa: ANN401
+        """Writes silu(gate) * up, by a kernel of its own."""
+        self._process(
+            layer, gate_up, outputs=out, activation_type="binary_split", activation_impl=_SILU_TIMES, **options
+        )
+
+    def scatter(self, layer: Any, x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:  # noqa: ANN401
+        """Copies rows into the order of their experts, by a kernel of its own."""
+        self._process(layer, x, outputs=out, layout="scatter", **options)
 
     def _indexed(self, work: Work, config: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         slots, experts, extent = exact_plan(work, config["block_shape"][0])
@@ -138,29 +149,33 @@ class Humming:
     def _layer(self, shape: WeightShape) -> Any:  # noqa: ANN401
         if self._kept is None or self._kept[0] != shape:
             self._kept = None
-            layer = self._layer_type(
-                shape_n=shape.n,
-                shape_k=shape.k,
-                num_experts=shape.experts,
-                weight_config={"dtype": "int4", "group_size": SCALE_GROUP},
-                torch_dtype=torch.bfloat16,
-            ).to("cuda")
-            layer.weight.data = _random_words(*layer.weight.shape)
-            layer.weight_scale.data = _random_scales(*layer.weight_scale.shape).to(layer.weight_scale.dtype)
-            layer.transform()
-            self._kept = shape, layer
+            words = _random_words(shape.experts, shape.n, shape.k // CODES_PER_WORD)
+            self._kept = shape, self.layer(shape, words, _random_scales(shape.experts, shape.n, shape.k // SCALE_GROUP))
         return self._kept[1]
+
+    def layer(self, shape: WeightShape, words: torch.Tensor, scales: torch.Tensor) -> Any:  # noqa: ANN401
+        """A layer of its own of a checkpoint's words int32 [E, N, K / 8] and scales bfloat16 [E, N, K / 32]."""
+        layer = self._layer_type(
+            shape_n=shape.n,
+            shape_k=shape.k,
+            num_experts=shape.experts,
+            weight_config={"dtype": "int4", "group_size": SCALE_GROUP},
+            torch_dtype=torch.bfloat16,
+        ).to("cuda")
+        for name, given in (("weight", words), ("weight_scale", scales)):
+            parameter = getattr(layer, name)
+            if parameter.shape != given.shape:
+                raise RuntimeError(f"humming's {name}: expected {list(given.shape)}, it has {list(parameter.shape)}")
+            parameter.data = given.to(parameter.dtype)
+        layer.transform()
+        return layer
 
 
 class Marlin:
     """vLLM's moe_wna16_marlin_gemm."""
 
     def __init__(self, folder: Path) -> None:
-        note = folder / "VLLM_VERSION"
-        self.version = note.read_text(encoding="utf-8").strip() if note.is_file() else "unknown"
-        library = Path(tempfile.mkdtemp(prefix="chord-peers-")) / "moe_C.so"
-        library.write_bytes(lzma.decompress((folder / "moe_C.so.xz").read_bytes()))
-        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        self.version = vllm_operators(folder)
         self._type = _module(folder / "scalar_type.py").scalar_types.uint4b8.id
         self._locks = torch.zeros(1024, dtype=torch.int32, device="cuda")
         self._kept: tuple[WeightShape, torch.Tensor, torch.Tensor] | None = None
@@ -190,6 +205,16 @@ class Marlin:
 
 
 PEERS: dict[str, Callable[[Path], Peer]] = {"humming": Humming, "marlin": Marlin}
+
+
+@lru_cache(maxsize=4)
+def vllm_operators(folder: Path) -> str:
+    """Makes torch.ops._moe_C of the folder's moe_C.so.xz, once in a process; vLLM's release as the folder says it."""
+    library = Path(tempfile.mkdtemp(prefix="chord-peers-")) / "moe_C.so"
+    library.write_bytes(lzma.decompress((folder / "moe_C.so.xz").read_bytes()))
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    note = folder / "VLLM_VERSION"
+    return note.read_text(encoding="utf-8").strip() if note.is_file() else "unknown"
 
 
 def marlin_block_m(pairs: int, experts: int) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from threading import Lock, get_ident
+from threading import Lock, Thread, get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _CONNECT_S = 20
+_LEAVE_S = 30
+"""Most seconds to wait for workers that may be gone, when a build has its results."""
 
 
 class _Slot(NamedTuple):
@@ -70,9 +72,8 @@ class ClusterPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(Exception):  # a cluster that is going down has nothing left to end
-            self._client.run(_end_processes, self._build)
-        self._client.close()
+        _within(_LEAVE_S, lambda: self._client.run(_end_processes, self._build))
+        _within(_LEAVE_S, self._client.close)
 
     def compile_all(self, requests: Mapping[Key, Request]) -> Iterator[tuple[Key, Result]]:
         """Results as they come. Raises ToolchainError when a worker lacks this chord or the pinned compiler."""
@@ -101,6 +102,18 @@ class ClusterPool:
                 "pip install 'chord-registry[build,cluster]'"
             ) from error
         return Result(cubin=None, log=f"{self._address}: the worker ended without a result: {error}")
+
+
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Makes a call that may take for ever, or fail: a cluster that is going down has nothing left to end."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            call()
+
+    thread = Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _compile(build: str, pin: bytes, request: bytes, version: str) -> bytes:

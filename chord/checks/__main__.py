@@ -1,7 +1,8 @@
 """`python -m chord.checks [--tiny] [--only PATTERNS] [--jobs N] [--receipt FOLDER]`: qualifies the current GPU.
 
 Prints a line per program. What `chord qualify` does, where neither typer nor rich is installed.
-With --tiny the inputs suit a sanitizer: they are made and judged on the host, and hardly a kernel but chord's runs.
+With --tiny the inputs suit a sanitizer: they are made and judged on the host, and hardly a kernel but chord's runs;
+with --brief as well, there are fewer of them.
 scripts/sanitize.sh runs compute-sanitizer over every arm this way.
 """
 
@@ -23,6 +24,7 @@ def main() -> int:
     """0 when every program passed, 1 when one failed or none was meant, 2 when nothing could be run."""
     parser = argparse.ArgumentParser(prog="python -m chord.checks", description="Check every program on this GPU.")
     parser.add_argument("--tiny", action="store_true", help="inputs small enough for compute-sanitizer")
+    parser.add_argument("--brief", action="store_true", help="with --tiny: the fewest of them, each launched once")
     parser.add_argument("--only", default="*", help="shell patterns of program names, separated by commas")
     parser.add_argument("--counts", type=_counts, help="numbers of router tokens, separated by commas")
     parser.add_argument("--receipt", type=Path, help="folder for a receipt; none is written without it")
@@ -33,6 +35,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.counts and options.jobs > 1:
         parser.error("--counts: expected with one process, got --jobs as well")
+    if options.brief and (options.jobs > 1 or options.receipt or not options.tiny):
+        parser.error("--brief: expected with --tiny, with one process and without --receipt: it is for sanitizers")
     if options.key is not None and options.receipt is None:
         parser.error("--key signs a receipt: expected --receipt FOLDER as well")
     if not torch.cuda.is_available():
@@ -40,10 +44,7 @@ def main() -> int:
         return 2
     folder = None if options.receipt is None else receipts.folder(options.receipt)
     device = torch.cuda.current_device() if options.device is None else options.device
-    if options.jobs > 1:
-        verdicts = qualify_in_processes(device, options.jobs, tiny=options.tiny, only=options.only, progress=_show)
-    else:
-        verdicts = qualify_all(device, tiny=options.tiny, only=options.only, counts=options.counts, progress=_show)
+    verdicts = _verdicts(options, device)
     if options.verdicts is not None:
         write_verdicts(verdicts, options.verdicts)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
@@ -51,6 +52,13 @@ def main() -> int:
         print(f"receipt: {receipts.write(receipts.make(verdicts, device, tiny=options.tiny), folder, options.key)}")
     print(f"{len(verdicts)} programs, {failed} failed")
     return 1 if failed or not verdicts else 0
+
+
+def _verdicts(options: argparse.Namespace, device: int) -> list[Verdict]:
+    if options.jobs > 1:
+        return qualify_in_processes(device, options.jobs, tiny=options.tiny, only=options.only, progress=_show)
+    size = {"tiny": options.tiny, "brief": options.brief}
+    return qualify_all(device, **size, only=options.only, counts=options.counts, progress=_show)
 
 
 def _counts(text: str) -> tuple[int, ...]:

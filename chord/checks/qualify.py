@@ -30,8 +30,10 @@ from chord.router.launch import admits
 from chord.router.validate import SELECTIONS
 
 ROUTER_COUNTS = (0, 1, 3, 5, 17, 33, 64, 100, 129, 300, 1025, 2049, 4097, 8192, 20_000)
-TINY_COUNTS = (0, 1, 3, 17, 40)
+TINY_COUNTS = (0, 1, 40)
 """Small enough for a sanitizer, which slows a kernel down a thousandfold."""
+TINY_CHUNKS = (1, 130)
+"""The same for a program without a limit, which takes rows in chunks."""
 TINY_LIMIT = 64
 """The most tokens that tiny inputs have where a program's own limit is tried."""
 EVERY_COUNT_TO = 32
@@ -65,14 +67,16 @@ def qualify_router(
     device: int,
     *,
     tiny: bool = False,
+    brief: bool = False,
     only: str = "*",
     counts: tuple[int, ...] | None = None,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
     """Runs every fused_router program of the registry that was built for the device, then route_plan's.
 
-    tiny: small inputs, made and judged on the host. only: shell patterns, separated by commas, of which a program's
-    name must match one. counts: of tokens, instead of ROUTER_COUNTS or TINY_COUNTS.
+    tiny: small inputs, made and judged on the host. brief: of those the fewest that run every part of a kernel. only:
+    shell patterns, separated by commas, of which a program's name must match one. counts: of tokens, instead of
+    ROUTER_COUNTS or what tiny_counts gives.
     """
     arch = _runtime.architecture(device)
     place = torch.device("cuda", device)
@@ -80,13 +84,13 @@ def qualify_router(
     with torch.cuda.device(device):
         for name, program in _runtime.registry().programs("fused_router", arch).items():
             if matches(name, only):
-                trials = tiny_trials(program, counts) if tiny else router_trials(program, place, counts)
+                trials = tiny_trials(program, counts, brief) if tiny else router_trials(program, place, counts)
                 problems = [_run(trial, name, place) for trial in trials]
                 build = program.builds[arch]
                 found = list(chain.from_iterable(problems))
                 verdicts.append(Verdict(name, arch, build.cubin_sha256, len(problems), found))
                 progress(verdicts[-1])
-        for verdict in _qualify_route_plan(arch, counts, place, only, tiny):
+        for verdict in _qualify_route_plan(arch, counts, place, only, tiny, brief):
             verdicts.append(verdict)
             progress(verdict)
     return verdicts
@@ -119,15 +123,26 @@ def router_trials(program: Program, device: torch.device, counts: tuple[int, ...
             yield Trial(case, Settings(block_m, local_experts=local if tokens % 2 else None), launches=(1,))
 
 
-def tiny_trials(program: Program, counts: tuple[int, ...] | None = None) -> Iterator[Trial]:
-    """Two cases at a few counts, on the host: all experts, and a rank's own. Two launches use a workspace again."""
+def tiny_trials(program: Program, counts: tuple[int, ...] | None = None, brief: bool = False) -> Iterator[Trial]:
+    """Two cases at a few counts, on the host: all experts, and a rank's own. Two launches use a workspace again.
+
+    brief: one launch at the largest count, for a tool that looks at nothing that a launch leaves behind.
+    """
     experts, dtype, block_m = _traits(program)
-    host = torch.device("cpu")
-    sizes = _sizes(program, TINY_COUNTS, TINY_LIMIT) if counts is None else _sizes(program, counts, 0)
-    for tokens in sizes:
-        yield Trial(mixed_batch(tokens, experts, dtype, host), Settings(block_m), launches=(2,))
+    host, launches = torch.device("cpu"), (1,) if brief else (2,)
+    sizes = tiny_counts(program) if counts is None else _sizes(program, counts, 0)
+    for tokens in sizes[-1:] if brief else sizes:
+        yield Trial(mixed_batch(tokens, experts, dtype, host), Settings(block_m), launches=launches)
         settings = Settings(block_m, False, 2.5, local_experts=range(experts // 8, experts // 4))
-        yield Trial(normal_case(tokens, experts, dtype, host, seed=1), settings, launches=(2,))
+        yield Trial(normal_case(tokens, experts, dtype, host, seed=1), settings, launches=launches)
+
+
+def tiny_counts(program: Program) -> list[int]:
+    """No token or one, some, and the program's limit where that is small."""
+    limit = program.limit("num_tokens")
+    if program.num_tokens is None and limit is not None and limit <= TINY_LIMIT:
+        return [0, limit // 2 + 1, limit]
+    return _sizes(program, TINY_CHUNKS if limit is None else TINY_COUNTS[1:], 0)
 
 
 def _traits(program: Program) -> tuple[int, torch.dtype, int]:
@@ -169,7 +184,7 @@ def _run(trial: Trial, name: str, device: torch.device) -> list[str]:
 
 
 def _qualify_route_plan(
-    arch: str, counts: tuple[int, ...] | None, device: torch.device, only: str, tiny: bool
+    arch: str, counts: tuple[int, ...] | None, device: torch.device, only: str, tiny: bool, brief: bool
 ) -> list[Verdict]:
     """The plan's programs as they are routed: each size runs the one that serves it. Tiny: each that admits it."""
     registry = _runtime.registry()
@@ -178,6 +193,7 @@ def _qualify_route_plan(
     programs = registry.programs("route_plan", arch)
     wanted = {name for name in programs if matches(name, only) or matches("route_plan", only)}
     sizes = counts if counts is not None else TINY_COUNTS if tiny else ROUTER_COUNTS
+    sizes = sizes[-1:] if brief else sizes
     blocks = (8,) if tiny else (8, 16, RUN_TIME_BLOCK_M)
     found: dict[str, list[list[str]]] = {}
     for tokens, (experts, top_k), block_m in product(sizes, ((48, 8), *SELECTIONS, (1024, 1)), blocks):

@@ -44,7 +44,7 @@ TINY_LOADS = (
     Load(WeightShape(5, 320, 320, gated=True), 21, 4, 16),
     Load(WeightShape(3, 192, 256), 40, 2, 8),
 )
-"""Small enough for a sanitizer."""
+"""Small enough for a sanitizer. The first is the smallest that there is: a brief run leaves it out."""
 TINY_ROUTINGS = ("random", "remote")
 
 
@@ -71,22 +71,24 @@ def qualify_w4a16(
     device: int,
     *,
     tiny: bool = False,
+    brief: bool = False,
     only: str = "*",
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
     """Runs every program of the GEMMs that was built for the device, then the packers and those that move rows.
 
-    tiny: small inputs, made and judged on the host. only: shell patterns, separated by commas, of which a program's
-    name must match one.
+    tiny: small inputs, made and judged on the host. brief: of the GEMMs' the fewest that run every part of a kernel.
+    only: shell patterns, separated by commas, of which a program's name must match one.
     """
     arch = _runtime.architecture(device)
     place = torch.device("cuda", device)
     verdicts = []
     with torch.cuda.device(device):
-        found = _gemm_problems(_programs("moe_w4a16", arch, only), TINY_LOADS if tiny else LOADS, place, tiny)
+        loads = TINY_LOADS[brief:] if tiny else LOADS
+        found = _gemm_problems(_programs("moe_w4a16", arch, only), loads, place, tiny, brief)
         for operator in (launch.CONTIGUOUS, launch.MASKED):
-            programs = _programs(operator, arch, only)
-            found |= _grouped_problems(operator, programs, TINY_SLABS if tiny else SLABS, place, tiny)
+            slabs = TINY_SLABS[brief:] if tiny else SLABS
+            found |= _grouped_problems(operator, _programs(operator, arch, only), slabs, place, tiny, brief)
         found |= _packer_problems(_programs(PACKERS[0], arch, only), _programs(PACKERS[1], arch, only), place)
         for operator in rows.OPERATORS:
             for name in _programs(operator, arch, only):
@@ -106,12 +108,16 @@ def _programs(operator: str, arch: str, only: str) -> list[str]:
 
 
 def _gemm_problems(
-    programs: list[str], loads: tuple[Load, ...], device: torch.device, tiny: bool
+    programs: list[str], loads: tuple[Load, ...], device: torch.device, tiny: bool, brief: bool = False
 ) -> dict[str, list[list[str]]]:
-    """Problems by program and case. The programs take turns on each case, whose exact result is worked out once."""
+    """Problems by program and case. The programs take turns on each case, whose exact result is worked out once.
+
+    brief: one routing a load, in turn.
+    """
     found: dict[str, list[list[str]]] = {name: [] for name in programs}
-    for load in loads if programs else ():
-        for place, routing in enumerate(TINY_ROUTINGS if tiny else ROUTINGS):
+    routings = tuple(enumerate(TINY_ROUTINGS if tiny else ROUTINGS))
+    for turn, load in enumerate(loads if programs else ()):
+        for place, routing in routings[turn % len(routings) :][:1] if brief else routings:
             made_on, swiglu = torch.device("cpu") if tiny else device, load.shape.gated and place % 2 == 0
             case = gemm_case(*load, routing, made_on, weighted=place % 2 == 1 or swiglu, swiglu=swiglu)
             expected = Expected.of(case)
@@ -125,13 +131,17 @@ def _gemm_problems(
 
 
 def _grouped_problems(
-    operator: str, programs: list[str], loads: tuple[Slabs, ...], device: torch.device, tiny: bool
+    operator: str, programs: list[str], loads: tuple[Slabs, ...], device: torch.device, tiny: bool, brief: bool = False
 ) -> dict[str, list[list[str]]]:
-    """The same for an operator whose rows are told in other ways: each way with each spread of rows over experts."""
+    """The same for an operator whose rows are told in other ways: each way with each spread of rows over experts.
+
+    brief: with the first spread alone.
+    """
     found: dict[str, list[list[str]]] = {name: [] for name in programs}
     forms = [form for form, taker in grouped.FORMS.items() if taker == operator]
     for load in loads if programs else ():
-        for place, (spread, form) in enumerate(product(TINY_SPREADS if tiny else grouped.SPREADS, forms)):
+        spreads = TINY_SPREADS[: 1 if brief else None] if tiny else grouped.SPREADS
+        for place, (spread, form) in enumerate(product(spreads, forms)):
             counts = grouped.draw_counts(spread, load.mean, load.shape.experts)
             made_on, swiglu = torch.device("cpu") if tiny else device, load.shape.gated and place % 2 == 0
             spare = 0 if spread == "full" else 5

@@ -1,7 +1,7 @@
 """`python -m chord.checks.sanitize`: compute-sanitizer's four tools over every arm on the current GPU.
 
-A job is one tool over one arm in a process of its own: few small cases, and only chord's kernels instrumented. Jobs run
-side by side, each with a log; a table and the exit status say what they found. scripts/sanitize.sh sets this up.
+A job is one tool over some arms in a process of its own: few small cases, and only chord's kernels instrumented. Jobs
+run side by side, each with a log; a table and the exit status say what they found. scripts/sanitize.sh sets this up.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from chord.checks.qualify import TINY_LIMIT
 from chord.registry import Registry
 from chord.registry.schema import Operator, Program
 
 OPTIONS = {
-    "racecheck": ("--racecheck-report", "all"),
+    "racecheck": (
+        "--racecheck-report",
+        "all",
+        "--racecheck-num-workers",
+        "4",
+    ),  # not a thread for each core, in each job
     "memcheck": ("--padding", "64"),
     "synccheck": (),
     # torch zeroes a workspace by its own kernel, which initcheck must see; copies of untouched outputs are no fault
@@ -37,34 +41,50 @@ COMMON = (
     *("--report-api-errors", "no", "--target-processes", "application-only", "--max-connections", "64"),
     *("--show-backtrace", "no", "--print-limit", "40"),  # a host's backtrace a finding takes longer than the check
 )
-ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}
 """A buffer of a pool has neighbours that belong to it: memcheck would take reads of them for legal."""
+SLOWEST = (
+    "racecheck-fused_router.few32",
+    "racecheck-moe_w4a16_contiguous",
+    "racecheck-fused_router.chain",
+    "racecheck-fused_router.wide",
+    "racecheck-fused_router.few16",
+    "racecheck-moe_w4a16",
+    "racecheck-moe_w4a16_masked",
+)
+"""Jobs that start first, so that none of them runs on alone when all others have ended."""
+TOGETHER = "rows_and_plans"
+"""The job of the operators whose kernels take a sanitizer no time."""
+_OF_THEIR_OWN = ("fused_router", "moe_w4a16", "moe_w4a16_contiguous", "moe_w4a16_masked")
 _running: set[subprocess.Popen[bytes]] = set()
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 _CASES = re.compile(r"^(?:ok|FAILED) +\S+ on \S+, (\d+) cases", re.MULTILINE)
 _RAN = re.compile(r"^(\d+) programs, (\d+) failed$", re.MULTILINE)
+_KERNEL = re.compile(r"^=+ .*?\bat (?:block .* )?(\w+)(?:\(.*\))?\+0x", re.MULTILINE)
 
 
 class Job(NamedTuple):
-    """One tool over some programs of an arm. counts: of router tokens; empty where they are not asked for."""
+    """One tool over some programs, of the arms that `what` stands for."""
 
     tool: str
-    arm: str
+    what: str
     programs: tuple[str, ...]
-    counts: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        return f"{self.tool}-{self.arm}"
+        return f"{self.tool}-{self.what}"
 
 
 class Outcome(NamedTuple):
-    """What a job found. wrong: programs with wrong results. broken: why the rest says nothing; empty if it does."""
+    """What a job found. wrong: programs with wrong results. kernels: those that findings name. broken: why the rest
+    says nothing; empty if it does.
+    """
 
     cases: int
     wrong: int
     errors: int
     hazards: int
+    kernels: tuple[str, ...] = ()
     broken: str = ""
 
     @property
@@ -73,26 +93,27 @@ class Outcome(NamedTuple):
 
 
 def jobs(operators: Mapping[str, Operator], arch: str) -> list[Job]:
-    """One for each tool and arm that has a program for the architecture; the packers, which need each other, as one."""
-    plan: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-    packers: list[str] = []
+    """Every tool over every arm that has a program for the architecture, in the order in which they start.
+
+    Starting takes a process several seconds, so that a job takes many arms, except of those that racecheck is slow at.
+    """
+    plan: dict[tuple[str, str], list[str]] = {}
     for operator, definition in sorted(operators.items()):
         for arm in definition.arms:
             of_arm = {n: p for n, p in definition.programs.items() if p.arm == arm and arch in p.builds}
-            if not of_arm:
-                continue
-            if operator.startswith("w4a16_"):
-                packers += sorted(of_arm)
-            else:
-                chosen = tuple(_chosen(of_arm))
-                plan[f"{operator}.{arm}"] = chosen, _counts(operator, of_arm[chosen[0]])
-    if packers:
-        plan["w4a16_packers"] = tuple(packers), ()
-    return [
-        Job(tool, arm, programs, counts[1:] if tool == "racecheck" else counts)  # it is the slowest by far
-        for tool in OPTIONS
-        for arm, (programs, counts) in plan.items()
-    ]
+            for tool in OPTIONS if of_arm else ():
+                plan.setdefault((tool, _group(tool, operator, arm)), []).extend(_chosen(of_arm))
+    found = [Job(tool, what, tuple(programs)) for (tool, what), programs in plan.items()]
+    tools = list(OPTIONS)
+    slow = {name: place for place, name in enumerate(SLOWEST)}
+    return sorted(found, key=lambda job: (slow.get(job.name, len(slow)), tools.index(job.tool), job.name))
+
+
+def _group(tool: str, operator: str, arm: str) -> str:
+    """Which job of a tool an arm belongs to."""
+    if operator not in _OF_THEIR_OWN:
+        return TOGETHER
+    return f"{operator}.{arm}" if (tool, operator) == ("racecheck", "fused_router") else operator
 
 
 def _chosen(programs: Mapping[str, Program]) -> Iterator[str]:
@@ -116,26 +137,12 @@ def _chosen(programs: Mapping[str, Program]) -> Iterator[str]:
                 break
 
 
-def _counts(operator: str, program: Program) -> tuple[int, ...]:
-    """None or one token, some, and the limit where that is small."""
-    if operator == "route_plan":
-        return 0, 1, 40
-    if operator != "fused_router":
-        return ()
-    if program.num_tokens is not None:
-        return ()
-    limit = program.limit("num_tokens")
-    if limit is not None and limit <= TINY_LIMIT:
-        return 0, limit // 2 + 1, limit
-    return (1, 40) if limit is not None else (1, 130)  # without a limit more than one chunk of rows
-
-
 def command(job: Job, sanitizer: str) -> list[str]:
     """The words that run a job."""
     operators = sorted({name.partition(".")[0] for name in job.programs})
     filters = [word for name in operators for word in ("--kernel-name", f"kernel_substring={name}")]
-    counts = ["--counts", ",".join(map(str, job.counts))] if job.counts else []
-    checks = [sys.executable, "-m", "chord.checks", "--tiny", "--only", ",".join(job.programs), *counts]
+    size = ["--tiny", "--brief"] if job.tool == "racecheck" else ["--tiny"]  # it is the slowest by far
+    checks = [sys.executable, "-m", "chord.checks", *size, "--only", ",".join(job.programs)]
     return [sanitizer, "--tool", job.tool, *OPTIONS[job.tool], *COMMON, *filters, *checks]
 
 
@@ -150,7 +157,8 @@ def judge(job: Job, log: str) -> Outcome:
         broken = "no summary of the tool" if ran is not None else "the checks did not end"
     elif int(ran[1]) != len(job.programs) or not cases:
         broken = f"expected {len(job.programs)} programs to run, got {ran[1]}"
-    return Outcome(cases, int(ran[2]) if ran else 0, errors, hazards, broken)
+    kernels = tuple(sorted(set(_KERNEL.findall(log))))
+    return Outcome(cases, int(ran[2]) if ran else 0, errors, hazards, kernels, broken)
 
 
 def run(job: Job, sanitizer: str, folder: Path, timeout_s: float) -> tuple[Job, Outcome, float]:
@@ -187,7 +195,8 @@ def table(outcomes: Sequence[tuple[Job, Outcome, float]]) -> str:
     lines = [f"{'job':36}{'cases':>7}{'wrong':>7}{'errors':>8}{'hazards':>9}{'seconds':>9}"]
     for job, outcome, seconds in outcomes:
         numbers = f"{outcome.cases:7}{outcome.wrong:7}{outcome.errors:8}{outcome.hazards:9}{seconds:9.1f}"
-        lines.append(f"{job.name:36}{numbers}  {outcome.broken}".rstrip())
+        notes = "; ".join(filter(None, (outcome.broken, ", ".join(outcome.kernels))))
+        lines.append(f"{job.name:36}{numbers}  {notes}".rstrip())
     bad = sum(not outcome.clean for _, outcome, _ in outcomes)
     lines.append(f"{len(outcomes)} jobs, {sum(o.cases for _, o, _ in outcomes)} cases, {bad} jobs not clean")
     return "\n".join(lines)
@@ -198,7 +207,7 @@ def main() -> int:
     what = "Run compute-sanitizer's four tools over small cases of every arm; exit 1 for any finding."
     parser = argparse.ArgumentParser(prog="scripts/sanitize.sh", description=what)
     parser.add_argument("--jobs", "-j", type=int, default=6, help="processes at a time (default 6)")
-    parser.add_argument("--only", default="*", help="shell pattern of jobs, such as 'racecheck-*' or '*-route_plan.*'")
+    parser.add_argument("--only", default="*", help="shell pattern of jobs, such as 'racecheck-*' or '*-moe_w4a16'")
     parser.add_argument("--out", type=Path, default=Path("build/out/sanitize"), help="folder for the logs")
     parser.add_argument("--timeout", type=float, default=240.0, help="most seconds for a job (default 240)")
     parser.add_argument("--list", action="store_true", help="show the jobs' commands and run nothing")

@@ -34,10 +34,11 @@ def qualify_all(
     device: int,
     *,
     tiny: bool = False,
+    brief: bool = False,
     only: str = "*",
     counts: tuple[int, ...] | None = None,
     progress: Callable[[Verdict], None] = lambda verdict: None,
 ) -> list[Verdict]:
     """Verdicts of the router's programs, the route plan's, the W4A16 ones. As qualify_router."""
-    verdicts = qualify_router(device, tiny=tiny, only=only, counts=counts, progress=progress)
-    return verdicts + qualify_w4a16(device, tiny=tiny, only=only, progress=progress)
+    verdicts = qualify_router(device, tiny=tiny, brief=brief, only=only, counts=counts, progress=progress)
+    return verdicts + qualify_w4a16(device, tiny=tiny, brief=brief, only=only, progress=progress)

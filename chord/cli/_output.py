@@ -37,9 +37,10 @@ def open_registry(
     lock: Path | None = None,
     key: Path | None = None,
     relock: bool = False,
+    resign: bool = False,
 ) -> Registry:
     """The registry that a command is about; messages call `path` by the option's name. Errors as Registry.open."""
-    return Registry.open(path, pin, lock=lock, key=key, relock=relock, path_name="--registry")
+    return Registry.open(path, pin, lock=lock, key=key, relock=relock, resign=resign, path_name="--registry")
 
 
 def console() -> Console:

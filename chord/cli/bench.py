@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure on this GPU and write bench/results JSON.", no_args_is_help=True)
     bench.command("router")(bench_router)
     bench.command("w4a16")(bench_w4a16)
+    bench.command("layer")(bench_layer)
     bench.command("host")(bench_host)
     bench.command("docs")(bench_docs)
     tune = typer.Typer(help="Measure every arm on this GPU and write the routes.", no_args_is_help=True)
@@ -89,6 +90,35 @@ def bench_w4a16(
     _write(found, out, part)
 
 
+def bench_layer(
+    out: Out = Path("bench/results"),
+    peers: Annotated[
+        Path | None,
+        typer.Option("--peers", help="Folder with Humming's wheel and vLLM's library (docs/w4a16.md says how)."),
+    ] = None,
+    scenario: Annotated[
+        list[str] | None, typer.Option("--scenario", help="ep8_decode, ep8_prefill or tp8; repeatable; default all.")
+    ] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option("--tokens", help="Some of the token counts; repeatable; default all.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Replays of each chain; the median counts.")] = 101,
+    part: Annotated[
+        str, typer.Option("--part", help="Ends the results file's name: for a run of some scenarios.")
+    ] = "",
+    commit: Commit = None,
+) -> None:
+    """Time whole MoE layers of Kimi K2, router to combined output, cold L2, interleaved with the same of its peers."""
+    require_gpu()
+    from chord.bench.layer import run
+
+    save = _saver(out, part)
+    found = run(
+        peers, scenarios=scenario, tokens=tokens, samples=samples, commit=commit, progress=_print_row, save=save
+    )
+    _write(found, out, part)
+
+
 def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
     """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
     require_gpu()
@@ -101,13 +131,14 @@ def bench_docs(
     results: Annotated[Path, typer.Option("--results", help="Folder with results files.")] = Path("bench/results"),
     document: Annotated[
         list[Path] | None,
-        typer.Argument(help="Documents to fill; default docs/router.md, docs/w4a16.md and docs/vllm.md."),
+        typer.Argument(help="Documents to fill; default those of router, w4a16, vllm and performance in docs."),
     ] = None,
 ) -> None:
     """Fill the tables and plots of documents from results files."""
     from chord.bench.docs import update
 
-    for path in document or [Path("docs/router.md"), Path("docs/w4a16.md"), Path("docs/vllm.md")]:
+    pages = [Path(f"docs/{name}.md") for name in ("router", "w4a16", "vllm", "performance")]
+    for path in document or pages:
         console().print(f"{path}: {'updated' if update(path, results) else 'unchanged'}")
 
 

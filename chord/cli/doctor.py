@@ -18,7 +18,6 @@ from chord.registry import Registry
 from chord.registry.architectures import ordered
 from chord.registry.driver import Driver
 from chord.registry.facade import MANIFEST_NAME
-from chord.registry.schema import Build
 from chord.registry.signature import envelope_path
 
 
@@ -94,7 +93,7 @@ def _proof_check(opened: Registry) -> Check:
 def _receipt_check(opened: Registry) -> Check:
     try:
         ran = {
-            arch: [_has_passed(opened, p.builds[arch]) for p in opened.programs(arch=arch).values()]
+            arch: [opened.receipts.suffices(p.builds[arch].cubin_sha256) for p in opened.programs(arch=arch).values()]
             for arch in _architectures(opened)
         }
     except ReceiptError as error:
@@ -102,10 +101,6 @@ def _receipt_check(opened: Registry) -> Check:
     found = ", ".join(f"{arch} {sum(found)} of {len(found)} programs" for arch, found in ran.items())
     required = "required: no other program is loaded" if opened.require_receipt else "chord qualify writes them"
     return Check("receipts", "ok", found, required)
-
-
-def _has_passed(opened: Registry, build: Build) -> bool:
-    return any(run.passed for run in opened.receipts.of(build.cubin_sha256))
 
 
 def _device_checks(opened: Registry | None) -> list[Check]:

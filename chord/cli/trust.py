@@ -80,12 +80,15 @@ def sign(
     """Sign the manifest (or receipts): an in-toto statement in a DSSE envelope, in a file beside it.
 
     The statement of the manifest says the SHA-256 of every source, the compiler's version and its options, so that
-    others can build it again and compare. Nothing is sent anywhere.
+    others can build it again and compare. Nothing is sent anywhere. With CHORD_KEY set the key must be one of those.
     """
+    required = _settings.read().key
+    if required is not None:
+        signature.require_accepted(key, required, "CHORD_KEY")
     if receipt:
         signed = {path: receipt_files.sign(path, key) for path in receipt}
     else:
-        opened = open_registry(registry)
+        opened = open_registry(registry, resign=True)
         path = opened.root / MANIFEST_NAME
         signed = {path: _sign_manifest(opened, path, key)}
     rows = [{"path": str(signature.envelope_path(path)), "keyid": keyid} for path, keyid in signed.items()]

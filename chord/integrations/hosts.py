@@ -6,7 +6,7 @@ import re
 from importlib import metadata
 from typing import NamedTuple
 
-Release = tuple[int, int]
+Release = tuple[int, ...]
 
 
 class Host(NamedTuple):
@@ -28,7 +28,7 @@ VLLM = Host(
 
 SGLANG = Host(
     "sglang",
-    (0, 5),
+    (0, 5, 23),
     (0, 6),
     "serve without chord (leave --quantization chord out, or set SGLANG_PLUGINS to others), or install a release of "
     "chord that names this one",
@@ -61,9 +61,9 @@ def installed(host: Host) -> str | None:
 
 
 def _release(version: str) -> Release | None:
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]))
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return None if found is None else tuple(int(part or 0) for part in found.groups())
 
 
 def _text(release: Release) -> str:
-    return f"{release[0]}.{release[1]}"
+    return ".".join(map(str, release))

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from chord import _runtime
-from chord.router import RoutePlan, max_route_blocks, route_plan
+from chord.router import RoutePlan, launch, max_route_blocks, route_plan
 from chord.w4a16 import PackedW4A16, WeightShape, moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.launch import GEMMS
 
@@ -71,10 +71,11 @@ def routing(
 
 
 def plan_pieces(tokens: int, top_k: int, experts: int) -> list[Piece]:
-    """The tensors of a plan over `experts` local experts."""
+    """The tensors of a plan over `experts` local experts, and the scratch memory of the kernel that makes it."""
     blocks = max_route_blocks(tokens, top_k, experts, BLOCK_M)
     sizes = (blocks * BLOCK_M, blocks, 1, experts, experts + 1, experts)
-    return [(torch.int32, (size,)) for size in sizes]
+    scratch = launch.plan_workspace_bytes(tokens * top_k)
+    return [*((torch.int32, (size,)) for size in sizes), (torch.uint8, (scratch,))]
 
 
 def make_plan(
@@ -88,10 +89,13 @@ def make_plan(
 
     pieces: cut as `plan_pieces` says. expert_map: int32 [num_experts], local id or -1.
     """
+    *buffers, scratch = pieces
+    plan = RoutePlan(*buffers)
+    if ids.is_cuda:  # the operator would take its scratch memory from torch's allocator
+        launch.route_plan(ids, num_experts, BLOCK_M, expert_map, plan, scratch)
+        return plan
     local = None if expert_map is None else num_local_experts
-    return route_plan(
-        ids, num_experts, BLOCK_M, local_experts=expert_map, num_local_experts=local, plan=RoutePlan(*pieces)
-    )
+    return route_plan(ids, num_experts, BLOCK_M, local_experts=expert_map, num_local_experts=local, plan=plan)
 
 
 def indexed(

@@ -44,9 +44,13 @@ class Demands:
         pin: str | None,
         lock: Path | None,
         key: Path | None,
-        relock: bool,
+        relock: bool = False,
+        resign: bool = False,
     ) -> Demands:
-        """From arguments, settings and the folder `root`; no lock files if `relock`. Raises SettingsError."""
+        """From arguments, settings and the folder `root`; no lock files if `relock`, no keys if `resign`.
+
+        Raises SettingsError.
+        """
         beside = root / LOCK_NAME
         locks = {
             "lock": lock,
@@ -56,7 +60,7 @@ class Demands:
         return cls(
             pins=_given({"CHORD_PIN": settings.pin, "pin": None if pin is None else _settings.checked_pin(pin, "pin")}),
             locks={} if relock else _given(locks),
-            keys=_given({"key": key, "CHORD_KEY": settings.key}),
+            keys={} if resign else _given({"key": key, "CHORD_KEY": settings.key}),
         )
 
     def check_bytes(self, path: Path, data: bytes, digest: str) -> tuple[dict[str, Lock], str | None]:

@@ -94,6 +94,7 @@ class Registry:
         receipts: str | Path | None = None,
         require_receipt: bool | None = None,
         relock: bool = False,
+        resign: bool = False,
         path_name: str = "path",
     ) -> Registry:
         """Open the registry in `path`, else in CHORD_REGISTRY, else the packaged one. There is no fallback.
@@ -106,12 +107,15 @@ class Registry:
         receipts: a folder of receipts beside the registry's own; CHORD_RECEIPTS if not given.
         require_receipt: load only cubins that have one; CHORD_REQUIRE_RECEIPT if not given.
         relock: no lock file counts, since a new one is to be written.
+        resign: no key counts, since the manifest is to be signed.
         path_name: what `source` and errors call `path`, for a caller whose users know it under another name.
         Raises SettingsError, PinMismatchError, LockError, SignatureError or ManifestError.
         """
         settings = _settings.read()
         root, source = (Path(path), path_name) if path is not None else _locate(settings)
-        demands = Demands.gather(settings, root, pin=pin, lock=_path(lock), key=_path(key), relock=relock)
+        demands = Demands.gather(
+            settings, root, pin=pin, lock=_path(lock), key=_path(key), relock=relock, resign=resign
+        )
         named = settings.receipts if receipts is None else Path(receipts)
         if named is not None and not named.is_dir():
             variable = "CHORD_RECEIPTS" if receipts is None else "receipts"

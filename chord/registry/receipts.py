@@ -139,10 +139,16 @@ class Receipts:
         return tuple(self._runs.get(cubin_sha256, ()))
 
     def ran_on(self, cubin_sha256: str) -> tuple[str, ...]:
-        """The GPUs on which a cubin passed, each once, "(FAILED)" behind those on which it did not."""
+        """The GPUs on which a cubin ran, each once; behind it "(FAILED)" where it did not pass, "(not signed by a
+        required key)" where no receipt of the pass counts.
+        """
         runs = self.of(cubin_sha256)
-        failed = {run.gpu for run in runs if not run.passed}
-        return tuple(f"{gpu} (FAILED)" if gpu in failed else gpu for gpu in sorted({run.gpu for run in runs}))
+        return tuple(gpu + _remark([run for run in runs if run.gpu == gpu]) for gpu in sorted({r.gpu for r in runs}))
+
+    def suffices(self, cubin_sha256: str) -> bool:
+        """Whether the cubin passed somewhere, by a receipt that counts, and failed nowhere: what `require` asks for."""
+        runs = self.of(cubin_sha256)
+        return all(run.passed for run in runs) and any(not run.unproven for run in runs)
 
     def require(self, place: str, cubin_sha256: str) -> None:
         """Raises ReceiptError naming `place` unless the cubin passed somewhere and failed nowhere."""
@@ -186,6 +192,13 @@ class Receipts:
             except SignatureError as error:
                 return str(error)
         return ""
+
+
+def _remark(runs: Iterable[Run]) -> str:
+    """What is to be said of some runs of a cubin on one kind of GPU."""
+    if not all(run.passed for run in runs):
+        return " (FAILED)"
+    return " (not signed by a required key)" if all(run.unproven for run in runs) else ""
 
 
 def _read(path: Path) -> bytes:

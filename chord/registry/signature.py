@@ -121,6 +121,16 @@ def sign(path: Path, statement: dict[str, Any], key: Path) -> str:
     return keyid
 
 
+def require_accepted(key: Path, keys: Path, source: str) -> None:
+    """Raises SignatureError unless a private key belongs to one of the public `keys`, which came from `source`."""
+    made, accepted = _signer(key).public_key.keyid, [public.keyid for public in _public_keys(keys, source)]
+    if made not in accepted:
+        raise SignatureError(
+            f"--key: {key} has the id {made}, {source} accepts {', '.join(accepted)} alone, from {keys}: what it signs "
+            "would be refused here; use another key, or add its public part to that file"
+        )
+
+
 def verify(path: Path, digest: str, predicate: str, keys: Path, source: str) -> str:
     """Check that one of the public keys in the file `keys` signed the file `path` with that SHA-256; the key's id.
 

@@ -10,7 +10,15 @@ from chord._runtime import Prepared
 from chord.router import launch, ops
 from chord.router.experts import resolve_local_experts
 from chord.router.plan import RoutePlan, empty_route_plan
-from chord.router.validate import check_block_m, check_int, check_router_inputs, check_settings, check_tensor
+from chord.router.validate import (
+    MAX_EXPERTS,
+    check_block_m,
+    check_dense,
+    check_int,
+    check_router_inputs,
+    check_settings,
+    check_tensor,
+)
 
 
 class RouterOutput(NamedTuple):
@@ -55,6 +63,7 @@ def fused_router(
     """
     check_settings(top_k, block_m, renormalize, routed_scaling_factor)
     expert_map, num_local = _local(local_experts, num_local_experts, logits, plan)
+    check_dense("bias", bias)
     scalars = (top_k, block_m, renormalize, routed_scaling_factor, expert_map, num_local)
     if plan is None:
         topk_weights, topk_ids, *buffers = torch.ops.chord.fused_router.default(logits, bias, *scalars)
@@ -82,10 +91,10 @@ def route_plan(
     """
     _check_plan_type(plan)
     check_tensor("topk_ids", topk_ids, (torch.int32,), (None, None))
-    check_int("num_experts", num_experts, 1)
+    check_int("num_experts", num_experts, 1, MAX_EXPERTS)
     check_block_m(block_m)
     if plan is not None and isinstance(local_experts, torch.Tensor) and num_local_experts is None:
-        num_local_experts = plan.expert_counts.shape[0]
+        num_local_experts = plan.expert_counts.numel()
     expert_map, num_local = resolve_local_experts(local_experts, num_experts, topk_ids.device, num_local_experts)
     arguments = (topk_ids, num_experts, block_m, expert_map, num_local)
     if plan is None:
@@ -167,10 +176,14 @@ def _local(
     _check_plan_type(plan)
     check_tensor("logits", logits, (torch.float32, torch.bfloat16), (None, None))
     if plan is not None and isinstance(local_experts, torch.Tensor) and num_local_experts is None:
-        num_local_experts = plan.expert_counts.shape[0]
+        num_local_experts = plan.expert_counts.numel()
     return resolve_local_experts(local_experts, logits.shape[1], logits.device, num_local_experts)
 
 
 def _check_plan_type(plan: object) -> None:
-    if plan is not None and not isinstance(plan, RoutePlan):
+    if plan is None:
+        return
+    if not isinstance(plan, RoutePlan):
         raise TypeError(f"plan: expected a chord.RoutePlan (see chord.allocate_route_plan), got {type(plan).__name__}")
+    for name, tensor in zip(plan._fields, plan, strict=True):
+        check_dense(f"plan.{name}", tensor)

@@ -41,8 +41,11 @@ def resolve_local_experts(
     A map does not say on the host how many local experts it has: `num_local_experts`, or the caller's plan, tells.
     Without either the map is read back once (a synchronisation) and the answer is remembered until the map is written
     to; maps made under torch.inference_mode do not tell when that happens and are read back each time.
-    Raises ValueError for an empty range, ids outside 0..num_experts-1, or a count that contradicts the range.
+    Raises TypeError for anything else, ValueError for an empty range, ids outside 0..num_experts-1, or a count that
+    contradicts the range.
     """
+    if num_local_experts is not None:
+        check_int("num_local_experts", num_local_experts, 0)
     if local_experts is None:
         if num_local_experts not in (None, num_experts):
             raise ValueError(
@@ -63,8 +66,6 @@ def resolve_local_experts(
 def _range_map(local: range, num_experts: int, device: torch.device, num_local_experts: int | None) -> torch.Tensor:
     if len(local) == 0 or min(local[0], local[-1]) < 0 or max(local[0], local[-1]) >= num_experts:
         raise ValueError(f"local_experts: expected a non-empty range within 0..{num_experts - 1}, got {local}")
-    if num_local_experts is not None:
-        check_int("num_local_experts", num_local_experts, 1)
     if num_local_experts not in (None, len(local)):
         raise ValueError(f"num_local_experts: expected {len(local)}, the length of {local}, got {num_local_experts}")
     if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

@@ -78,13 +78,34 @@ def fused_router(
 
 
 def route_plan(
-    topk_ids: torch.Tensor, num_experts: int, block_m: int, expert_map: torch.Tensor | None, plan: RoutePlan
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_m: int,
+    expert_map: torch.Tensor | None,
+    plan: RoutePlan,
+    workspace: torch.Tensor | None = None,
 ) -> None:
-    """Launches the plan's program on torch's current stream of the tensors' device."""
+    """Launches the plan's program on torch's current stream of the tensors' device.
+
+    workspace: at least `plan_workspace_bytes` of uint8, nobody else's meanwhile; else torch's allocator gives it.
+    """
     pairs, device = topk_ids.numel(), topk_ids.device.index
     key = (device, pairs, block_m)
     loaded = _loaded.get(key) or _remember(key, "route_plan", device, {"num_pairs": pairs, "block_m": block_m})
-    _launch(loaded, plan_values(topk_ids, num_experts, block_m, expert_map, plan), device)
+    _launch(loaded, plan_values(topk_ids, num_experts, block_m, expert_map, plan), device, workspace)
+
+
+def plan_workspace_bytes(pairs: int) -> int:
+    """Scratch memory that suffices for any program of route_plan. Needs no GPU."""
+    fixed, each = _plan_workspace()
+    return fixed + each * pairs
+
+
+@lru_cache(maxsize=1)
+def _plan_workspace() -> tuple[int, int]:
+    """(bytes, bytes for each pair), both the most of any program."""
+    needs = [program.workspace for program in _runtime.operator("route_plan").programs.values()]
+    return max(need.bytes for need in needs), max(need.bytes_per_token for need in needs)
 
 
 def prepare_fused_router(
@@ -257,14 +278,15 @@ def _bound(kernel: Kernel, values: tuple[int | float, ...], stream: int) -> Prep
     return kernel.prepare(named, stream=stream)
 
 
-def _launch(loaded: Loaded, values: dict[str, int | float], device: int) -> None:
+def _launch(loaded: Loaded, values: dict[str, int | float], device: int, workspace: torch.Tensor | None = None) -> None:
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if loaded.workspace_bytes:
+    if loaded.workspace_bytes and (workspace is None or loaded.workspace_zeroed):
         workspace = (
             workspaces.shared(device, stream, loaded.name, loaded.workspace_bytes)
             if loaded.workspace_zeroed
             else workspaces.new(device, loaded.workspace_bytes, zeroed=False)
         )  # a local name keeps it alive until the launch is under way
+    if workspace is not None:
         values["workspace"] = workspace.data_ptr()
     bound = _bound(loaded.kernel, loaded.pick(values), stream)
     if loaded.lock is None:

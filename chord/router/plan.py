@@ -38,7 +38,8 @@ def max_route_blocks(num_tokens: int, top_k: int, num_experts: int, block_m: int
 
     The worst case spreads pairs over as many experts as possible, one block each; further pairs then fill whole blocks.
     With local experts, `num_experts` is their number. Accepts symbolic token counts (torch.compile).
-    Raises ValueError for a negative token count, top_k or num_experts below 1, or a block_m outside 8, 16, ..., 256.
+    Raises ValueError for more than 2^24 pairs, top_k or num_experts outside 1 to 1024, or a block_m outside 8, 16, ...,
+    256; TypeError for what is no int.
     """
     _check_sizes(num_tokens, top_k, num_experts, block_m)
     return most_blocks(num_tokens, top_k, num_experts, block_m)
@@ -78,16 +79,29 @@ def allocate_route_plan(
     """Allocates an uninitialised plan large enough for any routing of num_tokens rows.
 
     num_experts: experts that the plan ranges over; with `local_experts`, the number of local ones.
-    Raises ValueError for a negative token count, top_k or num_experts below 1, or a block_m outside 8, 16, ..., 256.
+    Raises TypeError and ValueError as `max_route_blocks`, and for what names no device.
     """
     _check_sizes(num_tokens, top_k, num_experts, block_m)
-    return empty_route_plan(num_tokens, top_k, num_experts, block_m, torch.device(device))
+    return empty_route_plan(num_tokens, top_k, num_experts, block_m, device_of(device))
 
 
 def _check_sizes(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> None:
-    from chord.router.validate import check_block_m, check_int
+    from chord.router.validate import MAX_EXPERTS, MAX_PAIRS, check_block_m, check_int
 
-    check_int("num_tokens", num_tokens, 0)
-    check_int("top_k", top_k, 1)
-    check_int("num_experts", num_experts, 1)
+    check_int("num_tokens", num_tokens, 0, MAX_PAIRS)
+    check_int("top_k", top_k, 1, MAX_EXPERTS)
+    check_int("num_tokens * top_k", num_tokens * top_k, 0, MAX_PAIRS)
+    check_int("num_experts", num_experts, 1, MAX_EXPERTS)
     check_block_m(block_m)
+
+
+def device_of(device: object) -> torch.device:
+    """The device of an argument. Raises TypeError or ValueError for what names none."""
+    if isinstance(device, torch.device):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"device: expected a torch.device or its name, got {device!r} ({type(device).__name__})")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected a torch.device or its name, such as 'cuda:0', got {device!r}") from error

@@ -26,17 +26,36 @@ MAX_FLOAT32 = 3.4028234663852886e38
 ALIGNMENT_BYTES = 16
 
 
-def check_int(name: str, value: object, first: int, last: int | None = None) -> None:
-    """Raises TypeError unless value is a plain int, ValueError outside [first, last]. A symbolic int passes
-    untested.
+def check_int(name: str, value: object, first: int | None = None, last: int | None = None) -> None:
+    """Raises TypeError unless value is a plain int, ValueError outside [first, last]; None: no such bound. A symbolic
+    int passes untested.
     """
     if isinstance(value, torch.SymInt):
         return
     if type(value) is not int:
         raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
-    if value < first or (last is not None and value > last):
+    if first is not None and (value < first or (last is not None and value > last)):
         wanted = f"at least {first}" if last is None else f"{first} to {last}"
         raise ValueError(f"{name}: expected {wanted}, got {value}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises TypeError unless value is a bool, or a symbolic one: torch's dispatcher takes numbers and None for one."""
+    if type(value) is not bool and not isinstance(value, torch.SymBool):
+        raise TypeError(f"{name}: expected a bool, got {value!r} ({type(value).__name__})")
+
+
+def check_dense(name: str, value: object) -> torch.Tensor:
+    """The value, a tensor with strides; everything else about it is for others to check.
+
+    Called before the dispatcher of torch sees it, which raises RuntimeError for other objects and NotImplementedError
+    for sparse tensors. Raises TypeError, ValueError.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one of layout {value.layout}; pass {name}.to_dense()")
+    return value
 
 
 def check_block_m(block_m: object) -> None:
@@ -48,10 +67,9 @@ def check_block_m(block_m: object) -> None:
 
 def check_settings(top_k: object, block_m: object, renormalize: object, routed_scaling_factor: object) -> None:
     """What is no tensor, before the dispatcher of torch sees it: it raises RuntimeError, and takes None for False."""
-    check_int("top_k", top_k, 1)
+    check_int("top_k", top_k, 1, MAX_EXPERTS)
     check_block_m(block_m)
-    if type(renormalize) is not bool and not isinstance(renormalize, torch.SymBool):
-        raise TypeError(f"renormalize: expected a bool, got {renormalize!r} ({type(renormalize).__name__})")
+    check_bool("renormalize", renormalize)
     factor = routed_scaling_factor
     if isinstance(factor, bool) or not isinstance(factor, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"routed_scaling_factor: expected a number, got {factor!r} ({type(factor).__name__})")
@@ -68,8 +86,7 @@ def check_factor(factor: float | torch.SymFloat | torch.SymInt) -> None:
 
 def check_tensor(name: str, value: object, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...]) -> None:
     """A dense contiguous tensor of one of `dtypes` and of `shape`, where None stands for any size."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    value = check_dense(name, value)
     if value.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name}: expected {wanted}, got {value.dtype}")

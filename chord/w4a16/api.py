@@ -11,7 +11,14 @@ from chord._runtime import Prepared
 from chord.router.plan import RoutePlan
 from chord.router.validate import check_block_m, check_int, check_tensor
 from chord.w4a16 import launch, ops
-from chord.w4a16.validate import check_buffers, check_inputs, check_output, check_plan_values
+from chord.w4a16.validate import (
+    MAX_PAIRS,
+    check_buffers,
+    check_inputs,
+    check_kinds,
+    check_output,
+    check_plan_values,
+)
 from chord.w4a16.weights import PackedW4A16
 
 
@@ -67,7 +74,9 @@ def moe_w4a16(
     for arguments outside this description.
     """
     expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
-    blocks = BlockPlan(*plan[:3])
+    blocks = _blocks_of(plan)
+    flags = {"invariant": invariant, "zero_missing": zero_missing, "swiglu": swiglu, "validate": validate}
+    check_kinds(blocks._asdict(), {"row_weight": row_weight, "out": out}, flags, expected_rows)
     shape = packed.shape
     if validate:
         pairs = x.shape[0] * top_k
@@ -134,7 +143,9 @@ def prepare_moe_w4a16(
     run instead of the routed one (for measurements).
     """
     expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
-    blocks, data = BlockPlan(*plan[:3]), packed.data
+    blocks, data = _blocks_of(plan), packed.data
+    flags = {"invariant": invariant, "zero_missing": zero_missing, "swiglu": swiglu}
+    check_kinds(blocks._asdict(), {"row_weight": row_weight, "out": out}, flags, expected_rows)
     shape = check_inputs(x, data, *blocks, row_weight, packed.shape.gated, top_k, block_m, expected_rows, swiglu)
     if out is None:
         out = torch.empty(x.shape[0] * top_k, shape.outputs(swiglu), dtype=torch.bfloat16, device=x.device)
@@ -188,12 +199,22 @@ def check_width(x: torch.Tensor, packed: PackedW4A16) -> None:
         raise ValueError(f"x: expected rows of {packed.shape.k} values, as packed has them, got {x.shape[-1]}")
 
 
+def _blocks_of(plan: object) -> BlockPlan:
+    """Raises TypeError unless a plan's first three members may be what a GEMM reads of it."""
+    if not isinstance(plan, (tuple, list)) or len(plan) < len(BlockPlan._fields):
+        raise TypeError(
+            "plan: expected a chord.RoutePlan, a BlockPlan or a tuple of sorted_token_ids, expert_ids and "
+            f"num_tokens_post_padded, got {plan!r:.80} ({type(plan).__name__})"
+        )
+    return BlockPlan(*plan[: len(BlockPlan._fields)])
+
+
 def _checked_rows(x: object, packed: object, top_k: int, block_m: int, expected_rows: int | None) -> int:
     """expected_rows, worked out where it is not given, after checks of what that needs."""
     weights = checked_packed(packed)
     check_tensor("x", x, (torch.bfloat16,), (None, None))
     assert isinstance(x, torch.Tensor)  # noqa: S101 - check_tensor said so
     check_width(x, weights)
-    check_int("top_k", top_k, 1)  # here, as the op's schema would take True for 1
+    check_int("top_k", top_k, 1, MAX_PAIRS)  # here, as the op's schema would take True for 1
     check_block_m(block_m)
     return -(-x.shape[0] * top_k // weights.shape.experts) if expected_rows is None else expected_rows

@@ -58,13 +58,14 @@ class Tensors:
 
     def __init__(self, path: Path) -> None:
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ModuleNotFoundError as error:
             if error.name != "safetensors":
                 raise
             message = "loading checkpoints needs safetensors: pip install 'chord-registry[safetensors]'"
             raise ImportError(message, name="safetensors") from error
         self._open: Callable[..., Any] = safe_open
+        self._unreadable: tuple[type[Exception], ...] = (SafetensorError, OSError)
         self._handles: dict[Path, Any] = {}
         self.path = path
         self._homes = dict(self._located(path))
@@ -80,18 +81,24 @@ class Tensors:
         """A tensor that is not read yet: it has get_shape, get_dtype and indexing, which reads."""
         if name not in self._homes:
             raise ValueError(f"{self.path}: expected a tensor {name}, found none")
-        return self._handle(self._homes[name]).get_slice(name)
+        home = self._homes[name]
+        try:
+            return self._handle(home).get_slice(name)
+        except self._unreadable as error:
+            raise ValueError(f"{home}: expected a tensor {name} in it, as {INDEX} says, got: {error}") from error
 
     def config(self) -> dict[str, Any] | None:
         """The model's config.json beside the tensors, where there is one."""
         folder = self.path if self.path.is_dir() else self.path.parent
         found = folder / "config.json"
-        return json.loads(found.read_text(encoding="utf-8")) if found.is_file() else None
+        return _read_json(found) if found.is_file() else None
 
     def _located(self, path: Path) -> Iterator[tuple[str, Path]]:
         if path.is_dir() and (path / INDEX).is_file():
-            index = json.loads((path / INDEX).read_text(encoding="utf-8"))
-            yield from ((name, path / file) for name, file in index["weight_map"].items())
+            names = _read_json(path / INDEX).get("weight_map")
+            if not isinstance(names, dict) or not all(_is_file_name(file) for file in names.values()):
+                raise ValueError(f"{path / INDEX}: expected a weight_map from tensors to names of files beside it")
+            yield from ((name, path / file) for name, file in names.items())
             return
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
@@ -101,7 +108,10 @@ class Tensors:
 
     def _handle(self, file: Path) -> Any:  # noqa: ANN401
         if file not in self._handles:
-            self._handles[file] = self._open(file, framework="pt", device="cpu")
+            try:
+                self._handles[file] = self._open(file, framework="pt", device="cpu")
+            except self._unreadable as error:
+                raise ValueError(f"{file}: expected a file that safetensors can read, got: {error}") from error
         return self._handles[file]
 
 
@@ -153,6 +163,7 @@ class ExpertReader:
             if f"{stem}{kind}" in self._tensors:
                 codes = self._tensors.slice_of(f"{stem}{kind}")
                 scale = self._tensors.slice_of(f"{stem}weight_scale")
+                self._check_ranks(f"{stem}{kind}", expert, codes.get_shape(), scale.get_shape())
                 _check_dtype(f"{stem}{kind}", codes, "I32", "int32 codes")
                 _check_dtype(f"{stem}weight_scale", scale, "BF16", "bfloat16 scales")
                 _check_group(f"{stem}{kind}", codes.get_shape(), scale.get_shape(), packed=kind == "weight_packed")
@@ -161,6 +172,13 @@ class ExpertReader:
                 )
                 return codes, scale
         raise ValueError(f"{self._tensors.path}: expected a tensor {stem}weight_packed or {stem}weight, found neither")
+
+    def _check_ranks(self, name: str, expert: int, *shapes: list[int]) -> None:
+        wanted, rank = ("[experts, outputs, k]", 3) if self._stacked else ("[outputs, k]", 2)
+        for shape in shapes:
+            if len(shape) != rank or (self._stacked and expert >= shape[0]):
+                several = f" with at least {expert + 1} experts" if self._stacked else ""
+                raise ValueError(f"{name} and its scales: expected {wanted}{several}, got {shape}")
 
     def _check_stated_shape(self, name: str, found: list[int]) -> None:
         if name in self._tensors:
@@ -185,6 +203,22 @@ class ExpertReader:
             up = slice(share.start + height // 2, share.stop + height // 2)
             read = torch.cat([tensor[(*lead, half, slice(None))] for half in (share, up)], dim=-2)
         return read.reshape(read.shape[-2:]).contiguous()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError for anything but an object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON, got: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether a value names a file of the folder that it stands in, and nothing outside."""
+    return isinstance(value, str) and value not in ("", ".", "..") and "\0" not in value and Path(value).name == value
 
 
 def _check_dtype(name: str, tensor: Any, wanted: str, what: str) -> None:  # noqa: ANN401

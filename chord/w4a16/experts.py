@@ -8,7 +8,8 @@ import torch
 
 from chord import _runtime
 from chord.router.api import route_plan
-from chord.router.validate import check_devices, check_tensor
+from chord.router.plan import device_of
+from chord.router.validate import MAX_EXPERTS, check_devices, check_int, check_tensor
 from chord.w4a16.api import Plan, moe_w4a16
 from chord.w4a16.checkpoint import ExpertReader, Shard
 from chord.w4a16.grouped import moe_w4a16_contiguous, moe_w4a16_masked
@@ -47,13 +48,12 @@ class W4A16Experts(torch.nn.Module):
         super().__init__()
         _check_projections(w13, w2)
         experts = w13.shape.experts
-        if local_experts is None:
-            local_experts = range(experts if num_global_experts is None else num_global_experts)
-        self.local_experts = local_experts
         self.num_global_experts = experts if num_global_experts is None else num_global_experts
-        if len(local_experts) != experts:
+        check_int("num_global_experts", self.num_global_experts, 1, MAX_EXPERTS)
+        self.local_experts = _checked_local(local_experts, self.num_global_experts)
+        if len(self.local_experts) != experts:
             raise ValueError(
-                f"local_experts, num_global_experts: expected the ids of {experts} experts, got {local_experts}"
+                f"local_experts, num_global_experts: expected the ids of {experts} experts, got {self.local_experts}"
             )
         self.w13_shape, self.w2_shape = w13.shape, w2.shape
         self.register_buffer("w13", w13.data)
@@ -85,11 +85,13 @@ class W4A16Experts(torch.nn.Module):
         Needs safetensors. Raises ValueError, naming tensor or field and value, for what the kernels do not serve: other
         group sizes, zero points, act order, types but int32 codes with bfloat16 scales, quantised inputs.
         """
+        check_int("tp_rank", tp_rank)
+        check_int("tp_size", tp_size)
+        if not isinstance(prefix, str):
+            raise TypeError(f"prefix: expected a str, got {prefix!r:.80} ({type(prefix).__name__})")
+        target = device_of(device)
         reader = ExpertReader(path, prefix, Shard(tp_rank, tp_size))
-        experts = range(reader.num_experts) if local_experts is None else local_experts
-        if len(experts) == 0 or min(experts) < 0 or max(experts) >= reader.num_experts:
-            raise ValueError(f"local_experts: expected ids of 0 to {reader.num_experts - 1}, got {experts}")
-        target = torch.device(device)
+        experts = _checked_local(local_experts, reader.num_experts)
         packed: list[PackedW4A16] = []
         for gated, read in ((True, reader.w13), (False, reader.w2)):
             for place, expert in enumerate(experts):
@@ -245,6 +247,17 @@ class W4A16Experts(torch.nn.Module):
     def _local(self) -> range | None:
         everything = self.local_experts == range(self.num_global_experts)
         return None if everything else self.local_experts
+
+
+def _checked_local(local_experts: object, num_experts: int) -> range:
+    """The global ids of a rank's experts; all where they are not given. Raises TypeError or ValueError."""
+    if local_experts is None:
+        return range(num_experts)
+    if not isinstance(local_experts, range):
+        raise TypeError(f"local_experts: expected a range, got {local_experts!r:.80} ({type(local_experts).__name__})")
+    if not local_experts or min(local_experts) < 0 or max(local_experts) >= num_experts:
+        raise ValueError(f"local_experts: expected ids of 0 to {num_experts - 1}, got {local_experts}")
+    return local_experts
 
 
 def _empty(shape: WeightShape, device: torch.device) -> PackedW4A16:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from chord._runtime import Prepared
-from chord.router.validate import check_int, check_tensor
+from chord.router.validate import check_tensor
 from chord.w4a16 import grouped_ops, launch
 from chord.w4a16.api import PreparedMoeW4A16, check_no_program, check_width, checked_packed, cleared_first
 from chord.w4a16.grouped_ops import Settings
 from chord.w4a16.grouped_rows import ContiguousRows, GroupedRows, MaskedRows
-from chord.w4a16.validate import check_swiglu
+from chord.w4a16.validate import check_kinds, check_swiglu
 from chord.w4a16.weights import PackedW4A16
 
 
@@ -50,6 +50,7 @@ def moe_w4a16_contiguous(
     Raises TypeError or ValueError before any launch for arguments outside this description.
     """
     settings = _settings(packed, row_weight, swiglu, _mean(x, packed, expected_rows), invariant, zero_missing)
+    _check_kinds({}, {"offsets": offsets, "m_indices": m_indices, "out": out}, settings, validate)
     if validate:
         rows = ContiguousRows(offsets, m_indices)
         rows.check_values(x, grouped_ops.check(x, packed.data, rows, settings))
@@ -84,6 +85,7 @@ def moe_w4a16_masked(
     settings = _settings(packed, row_weight, swiglu, expected_rows, invariant, zero_missing)
     check_tensor("x", x, (torch.bfloat16,), (None, None, None))
     check_width(x, packed)
+    _check_kinds({"counts": counts}, {"out": out}, settings, validate)
     if validate:
         rows = MaskedRows(counts)
         rows.check_values(x, grouped_ops.check(x, packed.data, rows, settings))
@@ -115,6 +117,7 @@ def prepare_moe_w4a16_contiguous(
     measurements).
     """
     settings = _settings(packed, row_weight, swiglu, _mean(x, packed, expected_rows), invariant, zero_missing)
+    _check_kinds({}, {"offsets": offsets, "m_indices": m_indices, "out": out}, settings)
     return _prepare(x, packed, ContiguousRows(offsets, m_indices), settings, out, program)
 
 
@@ -135,6 +138,7 @@ def prepare_moe_w4a16_masked(
     settings = _settings(packed, row_weight, swiglu, expected_rows, invariant, zero_missing)
     check_tensor("x", x, (torch.bfloat16,), (None, None, None))
     check_width(x, packed)
+    _check_kinds({"counts": counts}, {"out": out}, settings)
     return _prepare(x, packed, MaskedRows(counts), settings, out, program)
 
 
@@ -181,9 +185,15 @@ def _settings(
 ) -> Settings:
     """The op's settings, after checks of what its schema would take for something else."""
     packed = checked_packed(packed)
-    check_int("expected_rows", expected_rows, 0)
     check_swiglu(swiglu, packed.shape.gated)
     return Settings(row_weight, packed.shape.gated, swiglu, expected_rows, invariant, zero_missing)
+
+
+def _check_kinds(
+    tensors: dict[str, object], optional: dict[str, object], settings: Settings, validate: object = False
+) -> None:
+    flags = {"invariant": settings.invariant, "zero_missing": settings.zero_missing, "validate": validate}
+    check_kinds(tensors, {"row_weight": settings.row_weight, **optional}, flags, settings.expert_rows)
 
 
 def _mean(x: object, packed: object, expected_rows: int | None) -> int:

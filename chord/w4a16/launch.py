@@ -207,8 +207,10 @@ def route_intervals(
     most, which is M * top_k / E, M / E or T, rounded up. Default: no more than are expected, as where a call says
     nothing else.
     """
-    if operator not in GEMMS:
+    if not isinstance(operator, str) or operator not in GEMMS:
         raise ValueError(f"operator: expected one of {', '.join(GEMMS)}, got {operator!r}")
+    if not isinstance(arch, str):
+        raise TypeError(f"arch: expected a name such as 'sm_90a', got {arch!r} ({type(arch).__name__})")
     WeightShape(experts, n, k)
     fixed = {"n": n, "k": k, "experts": experts}
     if most_rows is not None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from chord.router.validate import check_bool, check_int
+
 LAYOUT_VERSION = 1
 BLOCK = 64
 """Outputs and k of a block."""
@@ -27,6 +29,8 @@ SCALE_GROUP = 32
 STRIPS = 4
 """Strips of 64 outputs in a whole group."""
 MAX_EXPERTS = 1024
+MAX_SIZE = 1 << 20
+"""Most outputs, and most k: as far as the routes go."""
 CODES_PER_WORD = 8
 
 _CODE_BYTES = 2048
@@ -34,7 +38,7 @@ _CODE_BYTES = 2048
 
 @dataclass(frozen=True)
 class WeightShape:
-    """One projection of all experts, [experts, n, k]. Raises ValueError for sizes that no kernel takes."""
+    """One projection of all experts, [experts, n, k]. Raises TypeError or ValueError for sizes that no kernel takes."""
 
     experts: int
     n: int
@@ -42,11 +46,14 @@ class WeightShape:
     gated: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.experts <= MAX_EXPERTS:
-            raise ValueError(f"experts: expected 1 to {MAX_EXPERTS}, got {self.experts}")
+        check_int("experts", self.experts, 1, MAX_EXPERTS)
         for name, size in (("n", self.n), ("k", self.k)):
+            check_int(name, size)
             if size <= 0 or size % BLOCK:
                 raise ValueError(f"{name}: expected a positive multiple of {BLOCK}, got {size}")
+            if size > MAX_SIZE:
+                raise ValueError(f"{name}: expected at most {MAX_SIZE}, as far as the routes go, got {size}")
+        check_bool("gated", self.gated)
 
     @property
     def expert_bytes(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from chord.router.validate import check_devices, check_int, check_memory, check_tensor
+from chord.router.validate import check_dense, check_devices, check_int, check_memory, check_tensor
 from chord.w4a16 import launch
 
 WARP_COLUMNS = 256
@@ -35,14 +35,15 @@ def swiglu_rows(
     counts: int32 [E], where R rows are E slabs: of slab e the first counts[e] exist. R is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
-    rows, width = _sizes("gate_up", gate_up, out, 2)
+    out, rows, width = _sizes("gate_up", gate_up, out, 2)
     check_int("gate_up (rows)", rows, 0, MAX_ROWS)
-    _check(out, {"gate_up": gate_up, "row_ids": row_ids, "limit": limit, "counts": counts})
     if row_ids is not None:
         check_tensor("row_ids", row_ids, (torch.int32,), (rows,))
-    slab = 1
     if counts is not None:
         check_tensor("counts", counts, (torch.int32,), (None,))
+    _check(out, {"gate_up": gate_up, "row_ids": row_ids, "limit": limit, "counts": counts})
+    slab = 1
+    if counts is not None:
         if counts.numel() == 0 or rows % counts.numel():
             raise ValueError(f"counts: expected one for each of equal slabs of {rows} rows, got {counts.numel()}")
         slab = rows // counts.numel()
@@ -67,7 +68,7 @@ def scatter_rows(
     left out. Others must be below R, so `limit` at most R: the kernel checks neither. M * k is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
-    _, width = _sizes("out", out, out, 1)
+    out, _, width = _sizes("out", out, out, 1)
     check_tensor("x", x, (torch.bfloat16,), (None, width))
     check_tensor("row_ids", row_ids, (torch.int32,), (x.shape[0], None))
     check_int("row_ids (pairs)", row_ids.numel(), 0, MAX_ROWS)
@@ -102,7 +103,8 @@ def combine_rows(
     not count either. Others must be below R, so `limit` at most R: the kernel checks neither. M * k is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
-    tokens, width = _sizes("out", out, out, 1)
+    out, tokens, width = _sizes("out", out, out, 1)
+    check_int("num_experts", num_experts, 0, MAX_ROWS)
     check_tensor("topk_ids", topk_ids, (torch.int32,), (tokens, None))
     check_int("out (rows)", tokens, 0, MAX_ROWS)
     check_int("topk_ids (pairs)", topk_ids.numel(), 0, MAX_ROWS)
@@ -133,14 +135,14 @@ def combine_rows(
     out.copy_(torch.where(counted.unsqueeze(-1), found, 0.0).sum(dim=1))
 
 
-def _sizes(name: str, rows: torch.Tensor, out: torch.Tensor, ratio: int) -> tuple[int, int]:
-    """(rows, columns of out), after checks of both; `name` is what the caller calls `rows`."""
+def _sizes(name: str, rows: torch.Tensor, out: torch.Tensor, ratio: int) -> tuple[torch.Tensor, int, int]:
+    """(out, as one to write, its rows, its columns), after checks of both; `name` is what the caller calls `rows`."""
     check_tensor("out", out, (torch.bfloat16,), (None, None))
     width = out.shape[1]
     check_tensor(name, rows, (torch.bfloat16,), (out.shape[0], ratio * width))
     if width == 0 or width % COLUMN_STEP:
         raise ValueError(f"out: expected a positive multiple of {COLUMN_STEP} columns, got {width}")
-    return out.shape[0], width
+    return out.detach(), out.shape[0], width
 
 
 def _check(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
@@ -149,6 +151,7 @@ def _check(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
     check_devices({**given, "out": out})
     check_memory({name: tensor for name, tensor in given.items() if tensor.dtype == torch.bfloat16}, {"out": out})
     if limit is not None:
+        limit = check_dense("limit", limit)
         check_tensor("limit", limit, (torch.int32, torch.int64), () if limit.dim() == 0 else (1,))
         check_devices({"out": out, "limit": limit})
 

@@ -5,13 +5,25 @@ Metadata checks work on fake tensors as well. `check_plan_values` reads the plan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from chord.router.validate import check_block_m, check_devices, check_int, check_memory, check_tensor
+from chord.router.validate import (
+    check_block_m,
+    check_bool,
+    check_dense,
+    check_devices,
+    check_int,
+    check_memory,
+    check_tensor,
+)
 from chord.w4a16.layout import BLOCK, BLOCK_BYTES, WeightShape
 
 MAX_PAIRS = (1 << 31) - 1
 """Most pairs (rows * top_k): ids are int32."""
+MAX_HINT = (1 << 63) - 1
+"""Most expected_rows: torch's operators take 64 bits."""
 MAX_ELEMENTS = (1 << 35) - 8
 """Of x, 64 GiB: the kernels keep where a row lies in units of 8 elements, in 32 bits."""
 
@@ -31,10 +43,26 @@ def shape_of(x: torch.Tensor, packed: torch.Tensor, gated: bool) -> WeightShape:
     return WeightShape(packed.shape[0], packed.shape[1] // column * BLOCK, k, gated)
 
 
+def check_kinds(
+    tensors: Mapping[str, object], optional: Mapping[str, object], flags: Mapping[str, object], expected_rows: object
+) -> None:
+    """What torch's dispatcher would refuse by errors of its own, or take for something else. Raises TypeError or
+    ValueError.
+    """
+    for name, value in tensors.items():
+        check_dense(name, value)
+    for name, value in optional.items():
+        if value is not None:
+            check_dense(name, value)
+    for name, value in flags.items():
+        check_bool(name, value)
+    check_int("expected_rows", expected_rows, 0)
+    check_int("expected_rows", expected_rows, 0, MAX_HINT)
+
+
 def check_swiglu(swiglu: object, gated: bool) -> None:
     """That swiglu is only asked of weights whose gate and up rows are interleaved."""
-    if type(swiglu) is not bool:
-        raise TypeError(f"swiglu: expected a bool, got {swiglu!r} ({type(swiglu).__name__})")
+    check_bool("swiglu", swiglu)
     if swiglu and not gated:
         raise ValueError("swiglu: expected weights packed with gated=True, got a projection without gates")
 
@@ -64,8 +92,8 @@ def check_inputs(
         check_tensor(name, tensor, (torch.int32,), (None,))
         tensors[name] = tensor
     name = "num_tokens_post_padded"
+    tensors[name] = check_dense(name, num_tokens_post_padded)
     check_tensor(name, num_tokens_post_padded, (torch.int32,), () if num_tokens_post_padded.dim() == 0 else (1,))
-    tensors[name] = num_tokens_post_padded
     if row_weight is not None:
         check_tensor("row_weight", row_weight, (torch.float32,), (x.shape[0] * top_k,))
         tensors["row_weight"] = row_weight

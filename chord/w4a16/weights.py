@@ -23,11 +23,14 @@ class PackedW4A16:
     layout_version: int = LAYOUT_VERSION
 
     def __post_init__(self) -> None:
+        check_int("layout_version", self.layout_version)
         if self.layout_version != LAYOUT_VERSION:
             raise ValueError(
                 f"layout_version: this chord reads packed weights of version {LAYOUT_VERSION}, got "
                 f"{self.layout_version}; pack them again from the checkpoint"
             )
+        if not isinstance(self.shape, WeightShape):
+            raise TypeError(f"shape: expected a WeightShape, got {self.shape!r:.80} ({type(self.shape).__name__})")
         check_tensor("data", self.data, (torch.uint8,), (self.shape.experts, self.shape.expert_bytes))
 
     @property
@@ -82,7 +85,12 @@ def pack_expert(packed: PackedW4A16, expert: int, codes: torch.Tensor, scale: to
 
 
 def unpack_w4a16(packed: PackedW4A16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse of pack_w4a16: (codes int32 [E, N, K / 8], scale bfloat16 [E, N, K / 32]), exactly what was packed."""
+    """Inverse of pack_w4a16: (codes int32 [E, N, K / 8], scale bfloat16 [E, N, K / 32]), exactly what was packed.
+
+    Raises TypeError for anything but a PackedW4A16.
+    """
+    if not isinstance(packed, PackedW4A16):
+        raise TypeError(f"packed: expected a chord.PackedW4A16 (see chord.pack_w4a16), got {type(packed).__name__}")
     if not packed.data.is_cuda:
         return layout.unpack(packed.data, packed.shape)
     shape = packed.shape
@@ -102,6 +110,7 @@ def _pack_on_gpu(codes: torch.Tensor, scale: torch.Tensor, data: torch.Tensor, s
 
 def _check_scales(scale: torch.Tensor) -> None:
     """The kernels multiply a scale by 2^96 before it meets a code, which above the limit is infinite."""
+    scale = scale.detach()
     least, most = float(scale.min()), float(scale.max())
     if not (least > -SCALE_LIMIT and most < SCALE_LIMIT):  # so that NaN fails
         raise ValueError(f"scale: expected magnitudes below 2^31, got {least:g} to {most:g}")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -51,7 +55,7 @@ def _started(code: str, folder: Path) -> Iterator[str]:
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env=environment, cwd=folder,
+        env=environment, cwd=folder, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
     try:
@@ -59,7 +63,17 @@ def _started(code: str, folder: Path) -> Iterator[str]:
         assert address.startswith("tcp://"), address
         yield address.replace("tcp://", "dask://")
     finally:
-        process.communicate(timeout=60)
+        _ended(process)
+
+
+def _ended(process: subprocess.Popen[str]) -> None:
+    """Asks the cluster to end, and then sees to it: on a loaded machine Dask's own way out may not lead there."""
+    try:
+        process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +218,33 @@ def test_a_worker_takes_the_pin_of_each_build(
             list(wrong.compile_all(four))
         assert before <= compilers(tmp_path_factory), "the build that goes on keeps its own"
         assert all(result.cubin for _, result in right.compile_all(four))
+
+
+class Silent:
+    """In the place of a client whose cluster does not answer any more."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.never = threading.Event()
+
+    def run(self, *words: object) -> None:
+        self.asked.append("run")
+        self.never.wait()
+
+    def close(self) -> None:
+        self.asked.append("close")
+        raise OSError("the scheduler is gone")
+
+
+def test_a_build_does_not_wait_for_a_cluster_that_is_silent(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "_LEAVE_S", 0.2)
+    pool = ClusterPool(load(tree.toolchain), "dask://127.0.0.1:1")
+    client = pool._client = Silent()
+    start = time.monotonic()
+    pool.__exit__(None, None, None)
+    assert time.monotonic() - start < 10
+    assert client.asked == ["run", "close"]
+    client.never.set()
 
 
 @pytest.mark.parametrize(

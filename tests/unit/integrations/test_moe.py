@@ -62,6 +62,14 @@ def test_ids_and_weights_are_copied_only_when_they_must_be() -> None:
     assert found[1] is weights
 
 
+def test_a_plans_scratch_memory_suffices_for_every_program() -> None:
+    for tokens in (1, 64, 100_000):
+        kind, (size,) = moe.plan_pieces(tokens, 8, EXPERTS)[-1]
+        assert kind == torch.uint8
+        for program in _runtime.operator("route_plan").programs.values():
+            assert size >= program.workspace.bytes + program.workspace.bytes_per_token * tokens * 8
+
+
 @pytest.mark.parametrize("local", [None, torch.tensor([-1, 0, 1, 2, 3, 4, 5, -1], dtype=torch.int32)])
 def test_indexed(layer, x: torch.Tensor, local: torch.Tensor | None) -> None:
     """With an id that is nobody's, and with experts that live elsewhere."""

@@ -42,7 +42,8 @@ def test_the_entry_points_are_declared(group: str, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "served"), [("0.5.23", True), ("0.5.99.dev1", True), ("0.4.10", False), ("0.6.0", False)]
+    ("version", "served"),
+    [("0.5.23", True), ("0.5.99.dev1", True), ("0.5.22", False), ("0.5", False), ("0.4.30", False), ("0.6.0", False)],
 )
 def test_releases_of_sglang(version: str, served: bool) -> None:
     said = hosts.refusal(hosts.SGLANG, version)

@@ -153,8 +153,16 @@ def test_where_a_key_is_required_receipts_need_its_signature(root, tmp_path):
     sign(root, secret)
     with pytest.raises(ReceiptError, match=r"the receipt does not count \(key: .*one.json is not signed"):
         requiring(root, key=public).load("toy.many")
+    sha256 = Registry.open(root).programs()["toy.many"].builds["sm_90a"].cubin_sha256
+    demanding = Registry.open(root, key=public).receipts
+    assert demanding.ran_on(sha256) == ("NVIDIA H200 (not signed by a required key)",)
+    assert not demanding.suffices(sha256)
+    assert Registry.open(root).receipts.ran_on(sha256) == ("NVIDIA H200",)
+    assert Registry.open(root).receipts.suffices(sha256)
     receipts.sign(path, secret)
     requiring(root, key=public).load("toy.many")
+    demanding = Registry.open(root, key=public).receipts
+    assert (demanding.ran_on(sha256), demanding.suffices(sha256)) == (("NVIDIA H200",), True)
     path.write_bytes(path.read_bytes().replace(b"H200", b"B200"))
     with pytest.raises(ReceiptError, match="it was changed after it was signed"):
         requiring(root, key=public).load("toy.many")

@@ -114,9 +114,9 @@ def test_r16_capacity_of_384_experts(tokens, block_m, blocks):
     [
         ((1, 8, 384, 0), "block_m: expected 8 to 256, got 0"),
         ((1, 8, 384, 12), "block_m: expected a multiple of 8"),
-        ((-1, 8, 384, 8), "num_tokens: expected at least 0, got -1"),
-        ((1, 0, 384, 8), "top_k: expected at least 1, got 0"),
-        ((1, 8, 0, 8), "num_experts: expected at least 1, got 0"),
+        ((-1, 8, 384, 8), "num_tokens: expected 0 to 16777216, got -1"),
+        ((1, 0, 384, 8), "top_k: expected 1 to 1024, got 0"),
+        ((1, 8, 0, 8), "num_experts: expected 1 to 1024, got 0"),
     ],
 )
 def test_capacity_of_sizes_that_are_none(arguments, said):

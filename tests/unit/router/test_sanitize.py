@@ -30,35 +30,36 @@ def test_every_arm_is_covered_by_every_tool(arch):
     assert len({job.name for job in plan}) == len(plan), "each has a log of its own"
 
 
+def test_few_processes_and_the_slow_ones_first():
+    plan = sanitize.jobs(OPERATORS, "sm_90a")
+    assert [job.name for job in plan[: len(sanitize.SLOWEST)]] == list(sanitize.SLOWEST)
+    assert len(plan) <= 32, "a process takes seconds to start"
+
+
 def test_router_jobs_are_small_and_unlike():
     router = OPERATORS["fused_router"].programs
     for job in sanitize.jobs(OPERATORS, "sm_90a"):
-        if job.arm.startswith("fused_router."):
+        if job.what.startswith("fused_router."):
             first, second = (router[name] for name in job.programs)
             assert (first.constants["num_experts"], first.constants["logits"]) == (896, "f32")
             assert (second.constants["num_experts"], second.constants["logits"]) == (384, "bf16")
-            trials = [trial for name in job.programs for trial in qualify.tiny_trials(router[name], job.counts)]
-            assert 0 < len(trials) <= 12
-            assert max(trial.case.logits.shape[0] for trial in trials) <= 130
-            assert all(trial.case.logits.device.type == "cpu" for trial in trials)
-            limit = first.limit("num_tokens")
-            if first.num_tokens is None and limit is not None and limit <= 64:
-                assert limit in {trial.case.logits.shape[0] for trial in trials}
 
 
-def test_commands_instrument_chords_kernels_alone():
-    job = Job("racecheck", "fused_router.few32", ("fused_router.few32.e384.k8.bf16",), (17, 32))
-    words = sanitize.command(job, "/bin/cs")
-    assert words[:5] == ["/bin/cs", "--tool", "racecheck", "--racecheck-report", "all"]
-    assert words[words.index("--kernel-name") + 1] == "kernel_substring=fused_router"
-    assert words[words.index("--report-api-errors") + 1] == "no"
-    assert words[-8:] == [
-        sys.executable, "-m", "chord.checks", "--tiny", "--only", job.programs[0], "--counts", "17,32",
-    ]  # fmt: skip
-    for program in job.programs:
-        assert any(
-            symbol.symbol.startswith("fused_router") for symbol in OPERATORS["fused_router"].programs[program].kernels
-        )
+@pytest.mark.parametrize("brief", [False, True])
+def test_tiny_trials_are_few_and_lie_on_the_host(brief):
+    limits = set()
+    for program in Registry.open().programs("fused_router", "sm_90a").values():
+        trials = list(qualify.tiny_trials(program, brief=brief))
+        counts = {trial.case.logits.shape[0] for trial in trials}
+        limit = program.limit("num_tokens")
+        limits.add(limit)
+        assert len(trials) == 2 * len(counts) <= (2 if brief else 6)
+        assert {trial.launches for trial in trials} == {(1,) if brief else (2,)}
+        assert max(counts) <= 130
+        assert all(trial.case.logits.device.type == "cpu" for trial in trials)
+        if program.num_tokens is None and limit is not None and limit <= 64:
+            assert limit in counts
+    assert len(limits) > 4
 
 
 CLEAN = "ok     p on sm_90a, 6 cases\nok     q on sm_90a, 4 cases\n2 programs, 0 failed\n"
@@ -73,11 +74,11 @@ CLEAN = "ok     p on sm_90a, 6 cases\nok     q on sm_90a, 4 cases\n2 programs, 0
             CLEAN + "========= RACECHECK SUMMARY: 5 hazards displayed (2 errors, 3 warnings)\n",
             Outcome(10, 0, 0, 5),
         ),
-        (CLEAN, Outcome(10, 0, 0, 0, "no summary of the tool")),
-        ("========= ERROR SUMMARY: 0 errors\n", Outcome(0, 0, 0, 0, "the checks did not end")),
+        (CLEAN, Outcome(10, 0, 0, 0, (), "no summary of the tool")),
+        ("========= ERROR SUMMARY: 0 errors\n", Outcome(0, 0, 0, 0, (), "the checks did not end")),
         (
             "0 programs, 0 failed\n========= ERROR SUMMARY: 0 errors\n",
-            Outcome(0, 0, 0, 0, "expected 2 programs to run, got 0"),
+            Outcome(0, 0, 0, 0, (), "expected 2 programs to run, got 0"),
         ),
         (
             "FAILED p on sm_90a, 6 cases\nok     q on sm_90a, 4 cases\n2 programs, 1 failed\n= ERROR SUMMARY: 0 errors",
@@ -86,16 +87,30 @@ CLEAN = "ok     p on sm_90a, 6 cases\nok     q on sm_90a, 4 cases\n2 programs, 0
     ],
 )
 def test_logs_are_judged(log, outcome):
-    found = sanitize.judge(Job("memcheck", "a", ("p", "q"), ()), log)
+    found = sanitize.judge(Job("memcheck", "a", ("p", "q")), log)
     assert found == outcome
     assert found.clean == (log == CLEAN + "========= ERROR SUMMARY: 0 errors\n")
+
+
+def test_findings_name_their_kernels():
+    log = """========= Error: Race reported between Write access at moe_w4a16_mma_r32+0x85f0
+=========     and Read access at moe_w4a16_mma_r32+0xeda0 [4 hazards]
+========= Invalid __global__ read of size 4 bytes
+=========     at fused_router_solo+0x10
+=========     by thread (1,0,0) in block (0,0,0)
+========= ERROR SUMMARY: 2 errors
+"""
+    job = Job("memcheck", "a", ("p", "q"))
+    found = sanitize.judge(job, CLEAN + log)
+    assert found.kernels == ("fused_router_solo", "moe_w4a16_mma_r32")
+    assert sanitize.table([(job, found, 1.0)]).splitlines()[1].endswith("fused_router_solo, moe_w4a16_mma_r32")
 
 
 def test_jobs_run_with_a_log_and_an_end(tmp_path):
     tool = tmp_path / "tool"
     tool.write_text(f"#!/bin/sh\nprintf '{CLEAN}'\necho '========= ERROR SUMMARY: 0 errors'\n")
     tool.chmod(0o755)
-    job = Job("memcheck", "a", ("p", "q"), ())
+    job = Job("memcheck", "a", ("p", "q"))
     done = sanitize.run(job, str(tool), tmp_path, 60)
     assert done[:2] == (job, Outcome(10, 0, 0, 0))
     assert "2 programs" in (tmp_path / "memcheck-a.log").read_text()
@@ -110,10 +125,11 @@ def test_jobs_run_with_a_log_and_an_end(tmp_path):
 
 
 def test_lists_need_no_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["sanitize", "--list", "--arch", "sm_90a", "--only", "racecheck-route_plan.*"])
+    words = ["sanitize", "--list", "--arch", "sm_90a", "--only"]
+    monkeypatch.setattr(sys, "argv", [*words, "racecheck-fused_router.few?*"])
     assert sanitize.main() == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
-    monkeypatch.setattr(sys, "argv", ["sanitize", "--list", "--arch", "sm_90a", "--only", "nothing"])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    monkeypatch.setattr(sys, "argv", [*words, "nothing"])
     assert sanitize.main() == 2
 
 
@@ -125,7 +141,7 @@ case "$*" in *"$BAD"*) echo "========= ERROR SUMMARY: 3 errors" ;; *) echo "====
 """
 
 
-@pytest.mark.parametrize(("bad", "status"), [("nothing", 0), ("route_plan.large", 1)])
+@pytest.mark.parametrize(("bad", "status"), [("nothing", 0), ("moe_w4a16_masked.wgmma_r32", 1)])
 def test_the_whole_run_ends_with_a_table_and_a_status(tmp_path, monkeypatch, capsys, bad, status):
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(TOOL)
@@ -133,10 +149,10 @@ def test_the_whole_run_ends_with_a_table_and_a_status(tmp_path, monkeypatch, cap
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("BAD", bad)
     monkeypatch.setattr(sanitize, "_present_arch", lambda: "sm_90a")
-    monkeypatch.setattr(sys, "argv", ["sanitize", "--out", str(tmp_path / "logs"), "--only", "*-route_plan.*"])
+    monkeypatch.setattr(sys, "argv", ["sanitize", "--out", str(tmp_path / "logs"), "--only", "*-moe_w4a16*"])
     assert sanitize.main() == status
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"8 jobs, 32 cases, {4 * status} jobs not clean"
-    assert len(list((tmp_path / "logs").iterdir())) == 8
+    assert last == f"12 jobs, 48 cases, {4 * status} jobs not clean"
+    assert len(list((tmp_path / "logs").iterdir())) == 12
     monkeypatch.setattr(sanitize, "_present_arch", lambda: "")
     assert sanitize.main() == 2

@@ -20,7 +20,7 @@ def test_every_suite_gets_what_was_asked_and_verdicts_keep_their_order(monkeypat
     monkeypatch.setattr(suites, "qualify_w4a16", suite("w4a16"))
     found = suites.qualify_all(1, tiny=True, only="x*", counts=(3,), progress=print)
     assert [verdict.program for verdict in found] == ["router", "w4a16"]
-    common = {"tiny": True, "only": "x*", "progress": print}
+    common = {"tiny": True, "brief": False, "only": "x*", "progress": print}
     assert asked == [("router", 1, {**common, "counts": (3,)}), ("w4a16", 1, common)]
 
 

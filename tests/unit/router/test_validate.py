@@ -182,7 +182,7 @@ def test_bad_local_experts(call, local, count, message):
         (torch.zeros(4, dtype=torch.int32), 48, 8, r"topk_ids: expected shape \[any, any\]"),
         (torch.zeros(8, 8, dtype=torch.int32)[:, ::2], 48, 8, r"topk_ids: .* strides \(8, 2\)"),
         (torch.zeros(4, 0, dtype=torch.int32), 48, 8, r"top_k \(columns of topk_ids\): expected at least 1, got 0"),
-        (torch.zeros(4, 8, dtype=torch.int32), 0, 8, r"num_experts: expected at least 1, got 0"),
+        (torch.zeros(4, 8, dtype=torch.int32), 0, 8, r"num_experts: expected 1 to 1024, got 0"),
         (torch.zeros(4, 8, dtype=torch.int32), 1025, 8, r"num_experts: expected 1 to 1024, got 1025"),
         (torch.zeros(4, 8, dtype=torch.int32), 48, 4, r"block_m: expected 8 to 256, got 4"),
     ],

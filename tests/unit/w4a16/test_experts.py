@@ -156,6 +156,29 @@ def test_projections_that_do_not_belong_together_are_refused(weights):
         chord.W4A16Experts(gated, down, local_experts=range(5), num_global_experts=12)
 
 
+@pytest.mark.parametrize(
+    ("local", "all_experts", "error", "message"),
+    [
+        (range(8, 14), 12, ValueError, r"local_experts: expected ids of 0 to 11, got range\(8, 14\)"),
+        (range(6), None, None, ""),
+        (range(6, 12), None, ValueError, r"local_experts: expected ids of 0 to 5, got range\(6, 12\)"),
+        (range(-6, 0), 12, ValueError, "local_experts: expected ids of 0 to 11"),
+        (range(0), 12, ValueError, "local_experts: expected ids of 0 to 11"),
+        ([0, 1, 2, 3, 4, 5], 12, TypeError, r"local_experts: expected a range, got \[0, 1, .*list"),
+        (range(6), 12.0, TypeError, "num_global_experts: expected an int"),
+        (range(6), 1025, ValueError, "num_global_experts: expected 1 to 1024"),
+        (None, 12, ValueError, r"expected the ids of 6 experts, got range\(0, 12\)"),
+    ],
+)
+def test_experts_of_a_rank_are_checked_when_the_layer_is_made(weights, local, all_experts, error, message):
+    packed = chord.pack_w4a16(*weights["w13"], gated=True), chord.pack_w4a16(*weights["w2"])
+    if error is None:
+        chord.W4A16Experts(*packed, local_experts=local, num_global_experts=all_experts)
+        return
+    with pytest.raises(error, match=message):
+        chord.W4A16Experts(*packed, local_experts=local, num_global_experts=all_experts)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +369,66 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'chord-registry\[safetensors\]'"):
         load(folder, PREFIX, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("model-0.safetensors", b"", "model-0.safetensors: expected a file that safetensors can read"),
+        ("model-0.safetensors", b"\xff" * 4096, "model-0.safetensors: expected a file that safetensors can read"),
+        ("model-1.safetensors", None, "model-1.safetensors: expected a file that safetensors can read, got: No such"),
+        (checkpoints.INDEX, b"{", "index.json: expected JSON, got"),
+        (checkpoints.INDEX, b"\xff\xfe", "index.json: expected JSON, got"),
+        (checkpoints.INDEX, b"[]", "index.json: expected a JSON object, got list"),
+        (checkpoints.INDEX, b"{}", "index.json: expected a weight_map"),
+        (checkpoints.INDEX, b'{"weight_map": {"a": 1}}', "index.json: expected a weight_map"),
+        (checkpoints.INDEX, b'{"weight_map": {"a": "../a.safetensors"}}', "names of files beside it"),
+        ("config.json", b"[" * 100_000, "config.json: expected JSON"),
+        ("config.json", b"3", "config.json: expected a JSON object, got int"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name, data, message, weights, tmp_path):
+    folder = write(tmp_path, per_expert(weights), SCHEME, files=3)
+    if data is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+def test_a_file_without_the_tensor_that_the_index_puts_there_is_named(weights, tmp_path):
+    folder = write(tmp_path, per_expert(weights), files=3)
+    save_file({"other": torch.zeros(1)}, folder / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"model-2\.safetensors: expected a tensor .*, as model.*index"):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+def test_stacks_of_another_rank_or_number_of_experts_are_named(weights, tmp_path):
+    tensors = stacked(weights)
+    for name in (f"{PREFIX}.w13_weight_packed", f"{PREFIX}.w13_weight_scale"):
+        tensors[name] = tensors[name][:4].clone()
+    with pytest.raises(ValueError, match=r"w13_weight_packed and its scales: expected .*at least 5 experts, got \[4"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+    flat = {name: tensor.flatten() for name, tensor in stacked(weights).items()}
+    with pytest.raises(ValueError, match=r"w2_weight_packed and its scales: expected \[experts, outputs, k\]"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, flat), PREFIX, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed_argument", "message"),
+    [
+        ({"tp_rank": "0"}, "tp_rank: expected an int"),
+        ({"tp_size": None}, "tp_size: expected an int"),
+        ({"local_experts": [0]}, "local_experts: expected a range"),
+        ({"prefix": None}, "prefix: expected a str"),
+        ({"device": 1.5}, "device: expected a torch.device or its name"),
+    ],
+)
+def test_arguments_of_another_type_are_named(changed_argument, message, weights, tmp_path):
+    arguments = {"path": write(tmp_path, stacked(weights)), "prefix": PREFIX, "device": "cpu", **changed_argument}
+    with pytest.raises(TypeError, match=message):
+        chord.W4A16Experts.from_safetensors(**arguments)
 
 
 def test_codes_outside_four_bits_are_refused(weights, tmp_path):

@@ -5,8 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chord.registry import Registry
+from chord.w4a16.launch import GEMMS
 from chord.w4a16.layout import (
+    BLOCK,
     BLOCK_BYTES,
+    MAX_EXPERTS,
+    MAX_SIZE,
     WeightShape,
     codes_from_words,
     interleave,
@@ -123,11 +128,21 @@ def test_codes_outside_four_bits_are_refused(wrong: int) -> None:
         ((1025, 64, 64), "experts: expected 1 to 1024, got 1025"),
         ((1, 96, 64), "n: expected a positive multiple of 64, got 96"),
         ((1, 64, 0), "k: expected a positive multiple of 64, got 0"),
+        ((1, 64, (1 << 20) + 64), "k: expected at most 1048576, as far as the routes go, got 1048640"),
+        ((1, (1 << 20) + 64, 64), "n: expected at most 1048576"),
     ],
 )
 def test_sizes_that_no_kernel_takes_are_refused(shape: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WeightShape(*shape)
+
+
+def test_every_shape_that_can_be_packed_has_routes() -> None:
+    operators = Registry.open().manifest.operators
+    for name in GEMMS:
+        ends = {axis.keys[0]: (axis.first, axis.last, axis.step) for axis in operators[name].axes}
+        assert ends["n"] == ends["k"] == (BLOCK, MAX_SIZE, BLOCK)
+        assert ends["experts"] == (1, MAX_EXPERTS, 1)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -1,0 +1,95 @@
+"""Whatever a public function is given instead of an argument: it works, or it says which argument, in chord's words."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the operators need torch")
+
+import torch
+from cases.operators import CASES, ROW_MOVERS
+
+import chord
+from chord.errors import ChordError
+from chord.w4a16.layout import WeightShape
+
+PACKAGE = Path(chord.__file__).parent
+CPU = torch.device("cpu")
+
+
+def strangers() -> Iterator[Any]:
+    """What is never right, or only by chance."""
+    yield from (None, "x", b"x", -1, 0, 3, 1 << 31, 1 << 63, 1 << 70, 3.5, float("nan"), True, 1j, [], (1, 2), {})
+    yield from (object(), torch.float32, range(3), range(0), [None], ["a"], lambda: 1)
+    yield from (torch.zeros(()), torch.zeros(0), torch.zeros(2, 2), torch.zeros(3, dtype=torch.int32))
+    yield from (torch.zeros(2, 2, 2, dtype=torch.bool), torch.empty(2, 2, device="meta"), torch.eye(3).to_sparse())
+
+
+def relatives(value: Any) -> Iterator[Any]:
+    """Values that have much in common with the right one."""
+    if isinstance(value, torch.Tensor):
+        yield from (value.to(dtype) for dtype in (torch.float64, torch.int64, torch.uint8, torch.complex64))
+        yield from (
+            value.unsqueeze(0),
+            value.flatten(),
+            value[..., ::2],
+            value[:0],
+            value[:1].expand(3, *value.shape[1:]),
+        )
+        yield from (value.to("meta"), value.to_sparse(), torch.cat([value, value]))
+        if value.is_floating_point():
+            yield from (value.clone().requires_grad_(), torch.full_like(value, float("nan")))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from (tuple(value), value[:-1], value[:2], list(value))
+        for name, member in zip(value._fields, value, strict=True):
+            yield from (value._replace(**{name: other}) for other in (*strangers(), *relatives(member)))
+
+
+def calls() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
+    """(label, function, right arguments): every operator's call, its preparation, and what goes with them."""
+    for operator in dict.fromkeys(case.operator for case in CASES):
+        case = next(case for case in CASES if case.operator == operator)
+        given = case.make(3, CPU)
+        yield operator, ROW_MOVERS[operator][0] if operator in ROW_MOVERS else case.call, given
+        if case.prepare:
+            yield f"prepare_{operator}", case.prepare, given
+    sizes = {"num_tokens": 3, "top_k": 8, "num_experts": 48, "block_m": 8}
+    yield "fused_router into a plan", chord.fused_router, _router_with_plan()
+    yield "max_route_blocks", chord.max_route_blocks, sizes
+    yield "allocate_route_plan", chord.allocate_route_plan, {**sizes, "device": "cpu"}
+    yield "route_intervals", chord.route_intervals, {"n": 256, "k": 256, "experts": 8, "arch": "sm_90a"}
+    yield "WeightShape", WeightShape, {"experts": 8, "n": 256, "k": 256}
+    packed = next(case for case in CASES if case.operator == "w4a16_unpack").make(2, CPU)["packed"]
+    yield "PackedW4A16", chord.PackedW4A16, {"data": packed.data, "shape": packed.shape}
+
+
+def _router_with_plan() -> dict[str, Any]:
+    given = next(case for case in CASES if case.operator == "fused_router").make(3, CPU)
+    sizes = {"top_k": given["top_k"], "num_experts": given["bias"].numel(), "block_m": given["block_m"]}
+    return {**given, "plan": chord.allocate_route_plan(3, **sizes, device="cpu")}
+
+
+ALL = list(calls())
+
+
+@pytest.mark.parametrize(("function", "given"), [c[1:] for c in ALL], ids=[c[0] for c in ALL])
+def test_wrong_arguments_raise_errors_of_ours(function, given):
+    function(**given)
+    faults = []
+    for name in inspect.signature(function).parameters:
+        for value in (*strangers(), *relatives(given.get(name))):
+            try:
+                function(**{**given, name: value})
+            except (TypeError, ValueError, ChordError) as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                if not Path(last.filename).is_relative_to(PACKAGE) or "raise" not in (last.line or ""):
+                    faults.append(f"{name} = {value!r:.60}: not raised on purpose: {error!r:.200}")
+            except Exception as error:
+                faults.append(f"{name} = {value!r:.60}: {error!r:.200}")
+    assert not faults, "\n".join(faults[:20])
