@@ -1,4 +1,4 @@
-"""The W4A16 GEMM beside its peers: Kimi K2's projections as eight GPUs share them, decode and prefill."""
+"""The W4A16 GEMM beside its peers: projections as eight GPUs share them, decode and prefill; Kimi K2's and others'."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from chord import _runtime
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
+from chord.bench.w4a16_models import OTHER_MODELS, expanded
+from chord.bench.w4a16_models import SHAPES as MODEL_SHAPES
+from chord.bench.w4a16_models import TOKENS as MODEL_TOKENS
 from chord.bench.w4a16_peers import PEERS, Peer, Work
 from chord.checks.w4a16 import ERROR_RATIO, checkpoint
 from chord.router import route_plan
@@ -33,7 +36,8 @@ METHOD = (
 
 _EP = {"gate_up": WeightShape(48, 4096, 7168, gated=True), "down": WeightShape(48, 7168, 2048)}
 _TP = {"gate_up": WeightShape(384, 512, 7168, gated=True), "down": WeightShape(384, 7168, 256)}
-SHAPES = {"ep8_decode": _EP, "ep8_prefill": _EP, "tp8": _TP}
+_KIMI = {"ep8_decode": _EP, "ep8_prefill": _EP, "tp8": _TP}
+SHAPES = _KIMI | MODEL_SHAPES
 _READ_BYTES = 1 << 30
 _CHECKED_PAIRS = 64
 
@@ -71,14 +75,14 @@ class Weights(NamedTuple):
 def cells(scenarios: Iterable[str] | None = None, *, long: bool = False) -> list[Cell]:
     """The cells of the suite, those that share weights one after the other. long: prefill up to 16384 tokens, too.
 
-    scenarios: some of ep8_decode, ep8_prefill and tp8; default all. Others are none of these cells'.
+    scenarios: some of SHAPES; default Kimi's. Others are none of these cells'.
     """
-    wanted = set(SHAPES if scenarios is None else scenarios)
+    wanted = set(_KIMI if scenarios is None else scenarios)
     prefill = (*PREFILL_TOKENS, *LONG_TOKENS) if long else PREFILL_TOKENS
-    counts = {"ep8_decode": DECODE_TOKENS, "ep8_prefill": prefill, "tp8": prefill}
+    counts = {"ep8_decode": DECODE_TOKENS, "ep8_prefill": prefill, "tp8": prefill, **MODEL_TOKENS}
     return [
         Cell(scenario, proj, tokens)
-        for group in (("ep8_decode", "ep8_prefill"), ("tp8",))
+        for group in (("ep8_decode", "ep8_prefill"), ("tp8",), *((name,) for name in MODEL_SHAPES))
         for proj in ("gate_up", "down")
         for scenario in group
         if scenario in wanted
@@ -104,9 +108,9 @@ def run(
 ) -> Results:
     """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
-    scenarios: some of SHAPES, w4a16_grouped.SIZES, w4a16_combine.TOKENS, and w4a16_swiglu.SWIGLU; default all. long:
-    prefill of SHAPES up to 16384 tokens as well. progress and save are called after each row. Raises RuntimeError when
-    a kernel's result is wrong: a wrong kernel has no time.
+    scenarios: some of SHAPES, w4a16_grouped.SIZES, w4a16_combine.TOKENS, and w4a16_swiglu.SWIGLU; default all of
+    Kimi's, other_models for the others. long: prefill of Kimi's up to 16384 tokens as well. progress and save are
+    called after each row. Raises RuntimeError when a kernel's result is wrong: a wrong kernel has no time.
     """
     from chord.bench import w4a16_combine, w4a16_grouped, w4a16_swiglu  # which build on this module
 
@@ -145,12 +149,13 @@ def run(
     return results
 
 
-def _chosen(scenarios: Iterable[str] | None, grouped: Iterable[str]) -> set[str]:
-    known = {*SHAPES, *grouped}
-    chosen = known if scenarios is None else set(scenarios)
+def _chosen(scenarios: Iterable[str] | None, others: Iterable[str]) -> set[str]:
+    kimi = {*_KIMI, *others}
+    known = {*kimi, *MODEL_SHAPES, OTHER_MODELS}
+    chosen = kimi if scenarios is None else set(scenarios)
     if not chosen <= known:
         raise ValueError(f"scenarios: expected some of {sorted(known)}, got {sorted(chosen - known)}")
-    return chosen
+    return expanded(chosen)
 
 
 def usable_peers(folder: Path) -> dict[str, Peer]:

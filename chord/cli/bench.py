@@ -70,7 +70,8 @@ def bench_w4a16(
         typer.Option(
             "--scenario",
             help="ep8_decode, ep8_prefill, tp8, swiglu_ep8, combine_ep8_decode, combine_ep8_prefill, combine_tp8, "
-            "grouped_contiguous, grouped_masked or sorted_ep8.",
+            "grouped_contiguous, grouped_masked, sorted_ep8; or other_models, which stands for <model>_ep8 and "
+            "<model>_tp8 of qwen3_235b, deepseek_v3 and glm_4_6. Repeatable; default all but other_models.",
         ),
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
@@ -80,7 +81,7 @@ def bench_w4a16(
     ] = "",
     commit: Commit = None,
 ) -> None:
-    """Time the W4A16 GEMM on Kimi K2's shapes, cold L2, interleaved with its peers."""
+    """Time the W4A16 GEMM on Kimi K2's shapes, or other models', cold L2, interleaved with its peers."""
     require_gpu()
     from chord.bench.w4a16 import run
 

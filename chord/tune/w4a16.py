@@ -74,7 +74,8 @@ def tune(
                 progress(row)
             save(results)
         if not tuning.stopped:
-            tuning.boxes += _boxes(times, wrong, hysteresis)
+            fitting = {program.arm for program in _programs(tuning.arch).values() if "low_mean" in program.constants}
+            tuning.boxes += _boxes(times, wrong, hysteresis, fitting)
     except KeyboardInterrupt:
         tuning.stopped = "interrupted"
     except GpuLostError as error:
@@ -92,12 +93,21 @@ def k_sides(limits: Iterable[int | None]) -> list[Side]:
 
 
 def _boxes(
-    times: Mapping[Side, Mapping[int, dict[str, list[float]]]], wrong: set[str], hysteresis: float
+    times: Mapping[Side, Mapping[int, dict[str, list[float]]]], wrong: set[str], hysteresis: float, fitting: set[str]
 ) -> Iterator[Box]:
-    """Routes for each piece of the axis k that a measured shape lies in."""
+    """Routes for each piece of the axis k that a measured shape lies in, a box for each arm's part of most_rows.
+
+    Where fewer rows are expected than an arm is for, the best of the `fitting` arms serves, which decide on the device.
+    """
     for side, sizes in times.items():
         right = {rows: {arm: us for arm, us in arms.items() if arm not in wrong} for rows, arms in sizes.items()}
-        yield Box({"k": side}, {}, intervals(right, hysteresis))
+        guards = {arm: [us for arms in right.values() for us in arms.get(arm, ())] for arm in sorted(fitting)}
+        guard = min((arm for arm in guards if guards[arm]), key=lambda arm: geometric_mean(guards[arm]), default=None)
+        for first, last, arm in intervals(right, hysteresis):
+            table = [Interval(0, MAX_EXPERT_ROWS, arm)]
+            if first > 0 and guard is not None and guard != arm:
+                table = [Interval(0, first - 1, guard), Interval(first, MAX_EXPERT_ROWS, arm)]
+            yield Box({"k": side, "most_rows": (first, last)}, {}, table)
 
 
 def _programs(arch: str) -> Mapping[str, Program]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ def launch(
     program: str | None = None,
 ) -> None:
     """Launches an operator's routed program, or the named one, with these values on torch's current stream."""
-    _launch(_chosen(operator, device, shape, expert_rows, invariant, program), device, values)
+    _launch(_chosen(operator, device, shape, expert_rows, most_rows(values, shape), invariant, program), device, values)
 
 
 def prepare_gemm(
@@ -102,7 +102,7 @@ def prepare(
     owners: object,
 ) -> Prepared:
     """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
-    kernel = _chosen(operator, device, shape, expert_rows, invariant, program)
+    kernel = _chosen(operator, device, shape, expert_rows, most_rows(values, shape), invariant, program)
     bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
     bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name)
@@ -160,10 +160,18 @@ def most_items(tiles: int, shape: WeightShape) -> int:
     return min(tiles * -(-shape.n // 256), _MAX_ITEMS)
 
 
-def routed_program(shape: WeightShape, expert_rows: int, arch: str, operator: str = OPERATOR) -> str:
-    """Name of the program that serves a weight shape with so many rows an expert."""
+def most_rows(values: Mapping[str, int], shape: WeightShape) -> int:
+    """Rows that an expert can have on average at most, by a kernel's arguments: of its slab, or its share of all."""
+    slab = values.get("rows_each")
+    return -(-values["num_rows"] * values.get("top_k", 1) // shape.experts) if slab is None else slab
+
+
+def routed_program(
+    shape: WeightShape, expert_rows: int, arch: str, operator: str = OPERATOR, *, most_rows: int | None = None
+) -> str:
+    """Name of the program that serves a weight shape; expert_rows are expected, most_rows (default: those) possible."""
     rows = min(expert_rows, MAX_EXPERT_ROWS)
-    intervals = route_intervals(shape.n, shape.k, shape.experts, arch, operator)
+    intervals = route_intervals(shape.n, shape.k, shape.experts, arch, operator, most_rows=most_rows)
     return next(interval.program for interval in intervals if interval.first <= rows <= interval.last)
 
 
@@ -201,21 +209,31 @@ def prepare_rows(operator: str, device: int, values: dict[str, int], owners: obj
     return Prepared(bound, kernel.name)
 
 
-def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPERATOR) -> list[Interval]:
-    """What would be selected on an architecture ("sm_90a") for which rows an expert: ascending, without gap.
+def route_intervals(
+    n: int, k: int, experts: int, arch: str, operator: str = OPERATOR, *, most_rows: int | None = None
+) -> list[Interval]:
+    """What would be selected on an architecture ("sm_90a") for which expected rows an expert: ascending, without gap.
 
-    operator: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked.
+    operator: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked. most_rows: rows that an expert can have on average at
+    most, which is M * top_k / E, M / E or T, rounded up. Default: no more than are expected, as where a call says
+    nothing else.
     """
     if not isinstance(operator, str) or operator not in GEMMS:
         raise ValueError(f"operator: expected one of {', '.join(GEMMS)}, got {operator!r}")
     if not isinstance(arch, str):
         raise TypeError(f"arch: expected a name such as 'sm_90a', got {arch!r} ({type(arch).__name__})")
     WeightShape(experts, n, k)
+    fixed = {"n": n, "k": k, "experts": experts}
+    if most_rows is not None:
+        fixed["most_rows"] = min(most_rows, MAX_EXPERT_ROWS)
     found = []
     for route in _runtime.operator(operator).routes.get(arch, ()):
         sides = {key: side for key, side in route.where.items() if isinstance(side, tuple)}
-        if all(sides[key][0] <= value <= sides[key][1] for key, value in (("n", n), ("k", k), ("experts", experts))):
-            found.append(Interval(*sides["expert_rows"], route.program))
+        first, last = sides["expert_rows"]
+        if most_rows is None:
+            first, last = max(first, sides["most_rows"][0]), min(last, sides["most_rows"][1])
+        if first <= last and all(sides[key][0] <= value <= sides[key][1] for key, value in fixed.items()):
+            found.append(Interval(first, last, route.program))
     if not found:
         known = ", ".join(_runtime.operator(operator).routes) or "none"
         raise NoProgramError(f"{operator}: no routes for {arch}; this registry has them for {known}")
@@ -223,21 +241,24 @@ def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPE
 
 
 def _chosen(
-    operator: str, device: int, shape: WeightShape, expert_rows: int, invariant: bool, program: str | None
+    operator: str, device: int, shape: WeightShape, expert_rows: int, most: int, invariant: bool, program: str | None
 ) -> Kernel:
     if program is not None:
         return _named_kernel(operator, device, program, shape)
     rows = min(expert_rows, MAX_EXPERT_ROWS)
-    return _gemm_kernel(operator, device, shape.n, shape.k, shape.experts, rows, invariant)
+    return _gemm_kernel(operator, device, shape.n, shape.k, shape.experts, rows, most, invariant)
 
 
 @lru_cache(maxsize=4096)
-def _gemm_kernel(operator: str, device: int, n: int, k: int, experts: int, expert_rows: int, invariant: bool) -> Kernel:
+def _gemm_kernel(
+    operator: str, device: int, n: int, k: int, experts: int, expert_rows: int, most: int, invariant: bool
+) -> Kernel:
     arch = _runtime.architecture(device)
     intervals = route_intervals(n, k, experts, arch, operator)
     if invariant and len(_families(operator, intervals)) > 1:
         return _load(operator, device, intervals[-1].program)  # the one for the most rows, whatever is expected
-    return _load(operator, device, routed_program(WeightShape(experts, n, k), expert_rows, arch, operator))
+    shape = WeightShape(experts, n, k)
+    return _load(operator, device, routed_program(shape, expert_rows, arch, operator, most_rows=most))
 
 
 def serves(program: Program, shape: WeightShape) -> bool:

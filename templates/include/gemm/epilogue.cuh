@@ -8,6 +8,7 @@
 #include "gemm/tile.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
@@ -76,7 +77,7 @@ template <class T, u32 kWidth>
 __device__ __forceinline__ void store_swiglu(const Problem& problem, f32 (&acc)[kWidth / 2], u32 shared, u32 slot,
                                              u32 group, u32 output) {
     constexpr u32 kRows = 2 * T::staging_rows, kHalf = T::staging_pitch / 2 / 16 * 16;
-    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = ptx::opaque(thread % 32);  // not worth a register
     const u32 staging = shared + T::staging + group * T::staging_bytes;
     const u32 write = staging + lane % 16 * T::staging_pitch + lane / 16 * kHalf + warp * 16;
     const u32 row = thread / 4, read = staging + row % 16 * T::staging_pitch + row / 16 * kHalf + thread % 4 * 16;

@@ -14,19 +14,6 @@
 
 namespace gemm {
 
-template <class T>
-__device__ __forceinline__ void init_barriers(u32 shared) {
-    for (u32 i = 0; i < T::stages; ++i) {
-        ptx::mbarrier_init(shared + T::full + 8 * i, 1 + 32 * T::gather_warps);
-        ptx::mbarrier_init(shared + T::empty + 8 * i, T::math_warps);
-    }
-    for (u32 i = 0; i < T::slots; ++i) {
-        ptx::mbarrier_init(shared + T::item_full + 8 * i, 32 * T::gather_warps);
-        ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_warps);
-    }
-    ptx::mbarrier_init_fence();
-}
-
 // Picks the code of the item's width: the widths are instructions, so each has its own loop and accumulators.
 template <class T, template <class> class Loop, u32 kWidth = 8>
 __device__ __forceinline__ void multiply_item(const Problem& problem, MathWarp<T>& warp, u32 width, u32 slot, u32 output) {
@@ -62,22 +49,40 @@ __device__ __forceinline__ void multiply_items(const Problem& problem, u32 share
     }
 }
 
-template <class T, template <class> class Loop, class Rows>
-__device__ __forceinline__ void run(const Problem& problem, const Rows& rows) {
-    extern __shared__ __align__(1024) u8 memory[];
-    const u32 shared = ptx::shared_address(memory);
-    if (threadIdx.x == 0) init_barriers<T>(shared);
-    __syncthreads();
-    const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
-    if (warp < T::math_warps) {
-        Loop<T>::enter_math();
-        multiply_items<T, Loop>(problem, shared);
-    } else {
-        Loop<T>::enter_producer();
-        ptx::grid_launch_dependents();  // of a next kernel that waits for this one's end where it needs it
-        ptx::grid_dependency_wait();    // the plan and the rows may come from the kernel before
-        produce<T>(problem, rows, shared);
+// The body with one of the main loops, for program.cuh.
+template <template <class> class Loop>
+struct StreamedBody {
+    template <class T>
+    static __device__ __forceinline__ void init_barriers(u32 shared) {
+        for (u32 i = 0; i < T::barrier_stages; ++i) {
+            ptx::mbarrier_init(shared + T::full + 8 * i, 1 + 32 * T::gather_warps);
+            ptx::mbarrier_init(shared + T::empty + 8 * i, T::math_warps);
+        }
+        for (u32 i = 0; i < T::slots; ++i) {
+            ptx::mbarrier_init(shared + T::item_full + 8 * i, 32 * T::gather_warps);
+            ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_warps);
+        }
+        ptx::mbarrier_init_fence();
     }
-}
+
+    template <class T, class Rows>
+    static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
+        return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
+    }
+
+    // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.
+    template <class T, class Rows, class Opened>
+    static __device__ __forceinline__ void work(const Problem& problem, const Rows& rows, u32 shared,
+                                                const Opened& first_window) {
+        const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+        if (warp < T::math_warps) {
+            Loop<T>::enter_math();
+            multiply_items<T, Loop>(problem, shared);
+        } else {
+            Loop<T>::enter_producer();
+            produce<T>(problem, rows, shared, first_window());
+        }
+    }
+};
 
 }  // namespace gemm

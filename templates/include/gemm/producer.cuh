@@ -38,8 +38,8 @@ __device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 bl
 }
 
 // Streams the weights of the items of the window at hand.
-template <class T, class Rows>
-__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T, Rows>& schedule, u32 shared,
+template <class T>
+__device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<T>& schedule, u32 shared,
                                                RingPosition& at) {
     Item item;
     while (schedule.next(item)) {
@@ -153,7 +153,7 @@ struct Gather {
 // Copies the token rows of the items of the window at hand, and tells the math warps what each is. The next item is looked
 // up while the copies of the one before are under way.
 template <class T, class Rows>
-__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T, Rows>& schedule,
+__device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows& rows, Schedule<T>& schedule,
                                               u32 shared, RingPosition& at, RingPosition& slot) {
     Gather<T> gather;
     gather.warp = threadIdx.x / 32 - T::math_warps - 1;
@@ -198,27 +198,31 @@ __device__ __forceinline__ void gather_tokens(const Problem& problem, const Rows
 template <class T>
 __device__ __forceinline__ void announce_end(u32 shared, const RingPosition& slot) {
     ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
-    if (threadIdx.x == T::math_threads + 32) {
+    if (threadIdx.x == T::first_producer + 32) {
         ptx::store_shared_v4(shared + T::slot_base + slot.index * T::slot_bytes, make_uint4(0, 0, 0, 0));
     }
     ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
 }
 
-// All of the producer. Its warps look at a new window together, once each has done everything in the one before.
+// All of the producer, from the first window on. Its warps look at a new window together, once each has done everything in
+// the one before.
 template <class T, class Rows>
-__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared) {
+__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared, Window window) {
     const bool streams = __shfl_sync(kFullWarp, threadIdx.x / 32, 0) == T::math_warps;
-    Schedule<T, Rows> schedule(rows, shared, problem.strips());
+    Schedule<T> schedule(shared, problem.strips());
     RingPosition at, slot;
-    do {
-        schedule.open_window();
+    while (true) {
+        schedule.open_window(window);
         if (streams) {
             stream_weights<T>(problem, schedule, shared, at);
         } else {
             gather_tokens<T>(problem, rows, schedule, shared, at, slot);
         }
+        if (window.last) break;
         ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
-    } while (schedule.leave_window());
+        schedule.leave_window();
+        window = add_up_runs<T>(rows.template load_window<T>(shared, window.next), shared);
+    }
     if (!streams) announce_end<T>(shared, slot);
 }
 

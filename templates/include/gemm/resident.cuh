@@ -15,45 +15,55 @@
 
 namespace gemm {
 
-template <class T>
-__device__ __forceinline__ void init_resident_barriers(u32 shared) {
-    for (u32 i = 0; i < T::max_stages; ++i) {
-        ptx::mbarrier_init(shared + T::full + 8 * i, 1);
-        ptx::mbarrier_init(shared + T::empty + 8 * i, 4);  // the warps of the warpgroup whose strip it was
+// The body for program.cuh.
+struct ResidentBody {
+    template <class T>
+    static __device__ __forceinline__ void init_barriers(u32 shared) {
+        for (u32 i = 0; i < T::max_stages; ++i) {
+            ptx::mbarrier_init(shared + T::full + 8 * i, 1);
+            ptx::mbarrier_init(shared + T::empty + 8 * i, 4);  // the warps of the warpgroup whose strip it was
+        }
+        for (u32 i = 0; i < T::slots; ++i) {
+            ptx::mbarrier_init(shared + T::item_full + 8 * i, 32 * T::gather_warps);
+            ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_threads + 32 * T::all_store_warps);
+        }
+        for (u32 i = 0; i < T::buffers; ++i) ptx::mbarrier_init(shared + T::tokens_empty + 8 * i, T::math_threads);
+        for (u32 i = 0; i < T::groups; ++i) {
+            ptx::mbarrier_init(shared + T::staged_full + 8 * i, 4);
+            ptx::mbarrier_init(shared + T::staged_empty + 8 * i, T::store_warps);
+        }
+        ptx::mbarrier_init_fence();
     }
-    for (u32 i = 0; i < T::slots; ++i) {
-        ptx::mbarrier_init(shared + T::item_full + 8 * i, 32 * T::gather_warps);
-        ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_threads + 32 * T::all_store_warps);
-    }
-    for (u32 i = 0; i < T::buffers; ++i) ptx::mbarrier_init(shared + T::tokens_empty + 8 * i, T::math_threads);
-    for (u32 i = 0; i < T::groups; ++i) {
-        ptx::mbarrier_init(shared + T::staged_full + 8 * i, 4);
-        ptx::mbarrier_init(shared + T::staged_empty + 8 * i, T::store_warps);
-    }
-    ptx::mbarrier_init_fence();
-}
 
-template <class T, class Rows>
-__device__ __forceinline__ void run_resident(const Problem& problem, const Rows& rows) {
-    extern __shared__ __align__(1024) u8 memory[];
-    const u32 shared = ptx::shared_address(memory);
-    if (threadIdx.x == 0) init_resident_barriers<T>(shared);
-    __syncthreads();
-    const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
-    if (warp < T::math_warps) {
-        ptx::take_registers<T::math_registers>();
-        multiply_parts<T>(problem, shared);
-        return;
+    template <class T, class Rows>
+    static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
+        return add_up_runs<T>(find_runs<T>(rows, shared, 0), shared);
     }
-    ptx::keep_registers<T::helper_registers>();
-    const u32 helper = warp - T::math_warps;
-    if (helper < T::producer_warps) {
-        ptx::grid_launch_dependents();  // of a next kernel that waits for this one's end where it needs it
-        ptx::grid_dependency_wait();    // the plan and the rows may come from the kernel before
-        produce<T>(problem, rows, shared, helper);
-    } else if (helper < T::producer_warps + T::all_store_warps) {
-        store_parts<T>(problem, shared, helper - T::producer_warps);
+
+    // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.
+    template <class T, class Rows, class Opened>
+    static __device__ __forceinline__ void work(const Problem& problem, const Rows& rows, u32 shared,
+                                                const Opened& first_window) {
+        const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);
+        if (warp < T::math_warps) {
+            ptx::take_registers<T::math_registers>();
+            multiply_parts<T>(problem, shared);
+            return;
+        }
+        if constexpr (T::idle_threads > 0) {
+            if (warp < T::first_producer / 32) {
+                ptx::keep_registers<T::idle_registers>();
+                return;
+            }
+        }
+        ptx::keep_registers<T::helper_registers>();
+        const u32 helper = warp - T::first_producer / 32;
+        if (helper < T::producer_warps) {
+            produce<T>(problem, rows, shared, helper, first_window());
+        } else if (helper < T::producer_warps + T::all_store_warps) {
+            store_parts<T>(problem, shared, helper - T::producer_warps);
+        }
     }
-}
+};
 
 }  // namespace gemm

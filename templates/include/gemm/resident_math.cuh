@@ -8,6 +8,7 @@
 #include "gemm/resident_tile.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/wgmma.cuh"
@@ -75,7 +76,7 @@ __device__ __forceinline__ void multiply_blocks(f32 (&acc)[kWidth / 2], u32 stag
 template <class T, u32 kWidth>
 __device__ __forceinline__ void multiply_strip(StripWarp<T>& warp, f32 (&acc)[kWidth / 2], u32 tile) {
     const u32 stage = warp.stage(), blocks = warp.layout.blocks;
-    const u64 tokens = ptx::wgmma_operand(tile);
+    const u64 tokens = ptx::wgmma_operand(ptx::opaque(tile));  // its 16 sums are not worth keeping from strip to strip
     constexpr int kInFlight = kWidth / 2 + 60 <= T::math_registers ? 1 : 0;  // two sets of fragments need room
     if (blocks == 4) {
         multiply_blocks<kWidth, 4, true, kInFlight>(acc, stage, tokens, warp.warp, warp.lane);

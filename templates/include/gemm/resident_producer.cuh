@@ -125,7 +125,7 @@ template <class T, class Rows, class Schedule>
 __device__ __forceinline__ void gather_tiles(const Problem& problem, const ResidentLayout<T>& layout, const Rows& rows,
                                              Schedule& schedule, u32 shared, RingPosition& slot, RingPosition& buffer) {
     RowGather<T> gather;
-    gather.warp = ptx::thread_id() / 32 - T::math_warps - T::stream_warps;
+    gather.warp = ptx::thread_id() / 32 - T::first_producer / 32 - T::stream_warps;
     gather.lane = ptx::thread_id() % 32;
     Part part;
     while (schedule.next(part)) {
@@ -145,20 +145,24 @@ __device__ __forceinline__ void gather_tiles(const Problem& problem, const Resid
     }
 }
 
-// All producer warps, the streaming ones first. The window after the last one is an item of no width: the end.
+// All producer warps, the streaming ones first, from the first window on. After the last one comes an item of no width: the end.
 template <class T, class Rows>
-__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared, u32 warp) {
+__device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared, u32 warp, Window window) {
     const ResidentLayout<T> layout(problem.k_blocks());
-    ResidentSchedule<T, Rows> schedule(rows, shared, problem.strips(), layout.tile_rows);
+    ResidentSchedule<T> schedule(shared, problem.strips(), layout.tile_rows);
     RingPosition place, buffer;  // place: of the next strip's stage, or of the next item's slot
     u32 next = warp;
     if (warp < T::stream_warps) place.index = warp;
-    while (schedule.open_window()) {
+    while (true) {
+        schedule.open_window(window);
         if (warp < T::stream_warps) {
             stream_strips<T>(problem, layout, schedule, shared, next, place);
         } else {
             gather_tiles<T>(problem, layout, rows, schedule, shared, place, buffer);
         }
+        if (window.last) break;
+        ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
+        window = find_runs<T>(rows, shared, window.next);
     }
     if (warp < T::stream_warps) return;
     ptx::mbarrier_wait(shared + T::item_empty + 8 * place.index, place.parity ^ 1);

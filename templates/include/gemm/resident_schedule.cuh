@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_owners(u32 (&owner)[8], const IndexedRows& 
 template <class T>
 __device__ __forceinline__ Window find_runs(const IndexedRows& rows, u32 shared, u32 first) {
     constexpr u32 kEach = 8, kChunk = kEach * T::producer_threads, kWarps = T::producer_threads / 32;
-    const u32 thread = ptx::thread_id() - T::math_threads, warp = thread / 32, lane = thread % 32;
+    const u32 thread = ptx::thread_id() - T::first_producer, warp = thread / 32, lane = thread % 32;
     // What is read next is asked for before the number of blocks is known.
     if (first + thread * kEach < rows.num_blocks) ptx::prefetch_line(rows.expert_ids + first + thread * kEach);
 #pragma unroll
@@ -116,24 +116,20 @@ __device__ __forceinline__ Window find_runs(const IndexedRows& rows, u32 shared,
 // One copy in each producer warp: all follow the same sequence. Tiles stand in line by their position, a sum of costs: first the
 // first halves of all experts' tiles, then the second halves, so that two CTAs read an expert's weights at the same time.
 // Which CTA computes what changes no bit of it.
-template <class T, class Rows>
+template <class T>
 class ResidentSchedule {
 public:
-    __device__ __forceinline__ ResidentSchedule(const Rows& rows, u32 shared, u32 strips, u32 most_rows)
-        : rows_(rows), shared_(shared), strips_(strips), most_rows_(most_rows) {}
+    __device__ __forceinline__ ResidentSchedule(u32 shared, u32 strips, u32 most_rows)
+        : shared_(shared), strips_(strips), most_rows_(most_rows) {}
 
-    // Looks at the next window, or at the first one; false when there is none. By all producer warps together, each when it
-    // has done everything in the one before.
-    __device__ __forceinline__ bool open_window() {
-        if (window_.last) return false;
-        ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
-        window_ = find_runs<T>(rows_, shared_, window_.next);
+    // Cuts a window whose runs are in the lists. By all producer warps together.
+    __device__ __forceinline__ void open_window(const Window& window) {
+        window_ = window;
         add_up();
         u32 place, strip;  // odd lanes work out the end
         cut(blockIdx.x + ptx::thread_id() % 2, place, strip);
         place_ = __shfl_sync(kFullWarp, place, 0), strip_ = __shfl_sync(kFullWarp, strip, 0);
         end_ = __shfl_sync(kFullWarp, place, 1), end_strip_ = __shfl_sync(kFullWarp, strip, 1);
-        return true;
     }
 
     // The next part of this CTA in the window; false when there is none.
@@ -151,7 +147,7 @@ private:
     // Writes every run's position, of its first half to run_tile, of its second to run_later.
     __device__ __forceinline__ void add_up() {
         constexpr u32 kWarps = T::producer_threads / 32;
-        const u32 thread = ptx::thread_id() - T::math_threads, lane = thread % 32, warp = thread / 32;
+        const u32 thread = ptx::thread_id() - T::first_producer, lane = thread % 32, warp = thread / 32;
         const u32 each = ceil_div(window_.runs, T::producer_threads);
         const u32 first = thread * each, last = smaller(first + each, window_.runs);
         u32 sum = 0, later = 0;
@@ -230,11 +226,10 @@ private:
         return tiles.cost();
     }
 
-    const Rows& rows_;
     u32 shared_, strips_, most_rows_;
     u32 place_, strip_, end_, end_strip_;  // of this CTA: where it is and where it ends
     u32 half_, total_;                     // position of the second halves, and behind them
-    Window window_{0, 0, false};
+    Window window_;
 };
 
 }  // namespace gemm

@@ -9,24 +9,28 @@ namespace gemm {
 // kGroups: math warpgroups, each with a strip of its own. kMaxRows: most token rows of a tile. kMaxK: largest K.
 // kBuffers: row tiles held at once. kStoreWarps: warps that store what one math warpgroup has multiplied.
 // kStreamWarps, kGatherWarps: the producer's warps, which stream weights, strip by strip in turn, and gather rows.
-template <u32 kGroups, u32 kMaxRows, u32 kMaxK, u32 kBuffers, u32 kStoreWarps, u32 kStreamWarps, u32 kGatherWarps>
+// kIdleGroups: warpgroups that do nothing, where a program has another tile that needs more threads.
+template <u32 kGroups, u32 kMaxRows, u32 kMaxK, u32 kBuffers, u32 kStoreWarps, u32 kStreamWarps, u32 kGatherWarps,
+          u32 kIdleGroups = 0>
 struct ResidentTile {
     static constexpr u32 groups = kGroups, max_rows = kMaxRows, buffers = kBuffers, slots = kBuffers + 1;
     static constexpr u32 max_blocks = kMaxK / kBlock;
 
-    // Behind the math warps: warps that stream weights, that gather token rows, that store.
-    static constexpr u32 math_warps = 4 * kGroups, math_threads = 32 * math_warps;
+    // Behind the math warps and those that idle: warps that stream weights, that gather token rows, that store.
+    static constexpr u32 math_warps = 4 * kGroups, math_threads = 32 * math_warps, idle_threads = 128 * kIdleGroups;
+    static constexpr u32 first_producer = math_threads + idle_threads;
     static constexpr u32 stream_warps = kStreamWarps, gather_warps = kGatherWarps;
     static constexpr u32 producer_warps = kStreamWarps + kGatherWarps, producer_threads = 32 * producer_warps;
     static constexpr u32 store_warps = kStoreWarps, all_store_warps = kGroups * kStoreWarps;
     static constexpr u32 helper_warps = round_up(producer_warps + all_store_warps, 4u);
-    static constexpr u32 threads = math_threads + 32 * helper_warps;
+    static constexpr u32 threads = first_producer + 32 * helper_warps;
 
     // Registers a thread: what the launch reserves, and how the warpgroups share it out (in steps of 8).
     static constexpr u32 entry_registers = 65536 / threads / 8 * 8;
     static constexpr u32 helper_registers = helper_warps > 8 || kGroups == 4 ? 48 : 56;
+    static constexpr u32 idle_registers = 24;
     static constexpr u32 math_registers =
-        (threads * entry_registers - 32 * helper_warps * helper_registers) / math_threads / 8 * 8;
+        (threads * entry_registers - 32 * helper_warps * helper_registers - idle_threads * idle_registers) / math_threads / 8 * 8;
 
     // A slot: what the warps must know of an item. Header of 16 bytes, output rows, their factors.
     static constexpr u32 slot_ids = 16, slot_factors = slot_ids + 4 * kMaxRows;
@@ -39,15 +43,16 @@ struct ResidentTile {
     static constexpr u32 runs = 512;
 
     static constexpr u32 max_stages = 16;
-    static constexpr u32 full = 0, empty = full + 8 * max_stages;
+    static constexpr u32 full = kIdleGroups > 0 ? 512 : 0, empty = full + 8 * max_stages;  // beside those of another tile
     static constexpr u32 item_full = empty + 8 * max_stages, item_empty = item_full + 8 * slots;
     static constexpr u32 tokens_empty = item_empty + 8 * slots;
     static constexpr u32 staged_full = tokens_empty + 8 * kBuffers, staged_empty = staged_full + 8 * kGroups;
-    static constexpr u32 slot_base = round_up(staged_empty + 8 * kGroups, 16u);
-    static constexpr u32 run_slot = slot_base + slots * slot_bytes, run_rows = run_slot + 4 * runs;
+    // The lists lie at the same place for all tiles of a program, as does what is chosen.
+    static constexpr u32 run_slot = 1024, run_rows = run_slot + 4 * runs;
     static constexpr u32 run_expert = run_rows + 4 * runs, run_tile = run_expert + 4 * runs;
     static constexpr u32 run_later = run_tile + 4 * runs, run_counts = run_later + 4 * runs;
-    static constexpr u32 staging = round_up(run_counts + 4 * 16, 128u);
+    static constexpr u32 choice = run_counts + 4 * 16, slot_base = choice + 16;
+    static constexpr u32 staging = round_up(slot_base + slots * slot_bytes, 128u);
     static constexpr u32 tokens = round_up(staging + kGroups * staging_bytes, 1024u);
     static constexpr u32 smem_bytes = 232448;  // all that a CTA may have: the ring takes what is left
 
@@ -60,6 +65,7 @@ struct ResidentTile {
     static_assert(kMaxRows % 16 == 0 && kMaxRows >= 64 && kMaxRows <= 192, "a tile holds up to 64, 80, ... 192 rows");
     static_assert(kMaxK % kBlock == 0, "k comes in blocks");
     static_assert(kStreamWarps == 1 || kStreamWarps == 2, "one warp streams, or two in turn");
+    static_assert(staged_empty + 8 * kGroups <= full + 512, "barriers end before others, or lists, begin");
     static_assert(tokens + min_ring_bytes < smem_bytes, "no room for tokens");
 };
 

@@ -17,7 +17,39 @@ struct Window {
     u32 runs;   // of the window
     u32 next;   // first block of the next window
     bool last;  // there is none
+    u32 rows = 0, active = 0, widest = 0;  // what add_up_runs finds: rows of all runs, runs that have any, rows of the longest
+
+    __device__ __forceinline__ bool mean_at_most(u32 mean) const { return rows <= u64{mean} * active; }
 };
+
+// The window with the sums of its lists. By all producer threads, which find the same.
+template <class T>
+__device__ __forceinline__ Window add_up_runs(Window window, u32 shared) {
+    constexpr u32 kWarps = T::producer_threads / 32;
+    const u32 thread = threadIdx.x - T::first_producer, counts = shared + T::run_counts;
+    for (u32 run = thread; run < window.runs; run += T::producer_threads) {
+        const u32 rows = ptx::load_shared(shared + T::run_rows + 4 * run);
+        window.rows += rows;
+        window.active += rows > 0;
+        window.widest = larger(window.widest, rows);
+    }
+    const u32 sums[3] = {__reduce_add_sync(kFullWarp, window.rows), __reduce_add_sync(kFullWarp, window.active),
+                         __reduce_max_sync(kFullWarp, window.widest)};
+    if (thread % 32 == 0) {
+        ptx::store_shared_v4(counts + 16 * (thread / 32), make_uint4(sums[0], sums[1], sums[2], 0));
+    }
+    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
+    window.rows = window.active = window.widest = 0;
+#pragma unroll
+    for (u32 warp = 0; warp < kWarps; ++warp) {
+        const uint4 of_warp = ptx::load_shared_v4(counts + 16 * warp);
+        window.rows += of_warp.x;
+        window.active += of_warp.y;
+        window.widest = larger(window.widest, of_warp.z);
+    }
+    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // before the counts are used again
+    return window;
+}
 
 // Finds up to kWindow runs from block `first` on and writes them to the lists. By all producer threads.
 // A run that goes on past the window is left to the next one, unless it fills the whole window. Of the source:
@@ -71,7 +103,7 @@ struct IndexedRows {
 // From blocks to rows: slots up to a run's last row. Only the last block of a run has to be looked into.
 template <class T, class Source>
 __device__ __forceinline__ void fill_rows(const Source& source, u32 shared, u32 runs) {
-    const u32 thread = threadIdx.x - T::math_threads, block_m = source.block_m, eighths = block_m / 8;
+    const u32 thread = threadIdx.x - T::first_producer, block_m = source.block_m, eighths = block_m / 8;
     for (u32 i = thread; i < runs * eighths; i += T::producer_threads) {
         const u32 run = i / eighths, place = (i - run * eighths) * 8;
         const u32 block = ptx::load_shared(shared + T::run_tile + 4 * run) - 1;
@@ -94,7 +126,7 @@ __device__ __forceinline__ void fill_rows(const Source& source, u32 shared, u32 
 template <class T, class Source>
 __device__ __forceinline__ Window load_block_runs(const Source& source, u32 shared, u32 first) {
     constexpr u32 kThreads = T::producer_threads, kWarps = kThreads / 32, kMostChunks = 32;
-    const u32 thread = threadIdx.x - T::math_threads, warp = thread / 32, lane = thread % 32;
+    const u32 thread = threadIdx.x - T::first_producer, warp = thread / 32, lane = thread % 32;
     // Loads that do not wait for the number of blocks; the rows of the last blocks are asked for ahead of time too.
     i32 here = source.expert(first + thread), next = source.expert(first + kThreads + thread);
     i32 before_here = thread > 0 ? source.expert(first + thread - 1) : -1;

@@ -17,7 +17,7 @@ struct Range {
 template <class T, u32 kRuns, class Source>
 __device__ __forceinline__ Window load_expert_runs(const Source& source, u32 num_experts, u32 shared, u32 first) {
     constexpr u32 kThreads = T::producer_threads;
-    const u32 thread = threadIdx.x - T::math_threads, runs = smaller(num_experts - first, kRuns);
+    const u32 thread = threadIdx.x - T::first_producer, runs = smaller(num_experts - first, kRuns);
 #pragma unroll
     for (u32 j = 0; j < ceil_div(kRuns, kThreads); ++j) {
         const u32 run = j * kThreads + thread;

@@ -20,14 +20,12 @@ struct Item {
 // takes b, then 2 grid - 1 - b, then 2 grid + b, ..., so that a round's wider items and the next one's narrower ones meet.
 // Which CTA computes a tile changes no bit of it. When the last round would leave most CTAs idle, its items are cut into
 // halves or quarters by strips.
-template <class T, class Rows>
+template <class T>
 class Schedule {
 public:
-    __device__ __forceinline__ Schedule(const Rows& rows, u32 shared, u32 strips)
-        : rows_(rows), shared_(shared), strips_(strips), groups_(ceil_div(strips, kStrips)), place_(blockIdx.x),
-          step_(2 * (gridDim.x - blockIdx.x) - 1) {
-        window_.next = 0;
-    }
+    __device__ __forceinline__ Schedule(u32 shared, u32 strips)
+        : shared_(shared), strips_(strips), groups_(ceil_div(strips, kStrips)), place_(blockIdx.x),
+          step_(2 * (gridDim.x - blockIdx.x) - 1) {}
 
     // The next item of this CTA in the window at hand; false when there is none.
     __device__ __forceinline__ bool next(Item& item) {
@@ -44,17 +42,16 @@ public:
         return index < items_ && item.strips > 0;
     }
 
-    // Goes on to the next window, which is there to be opened; false when there is none.
-    __device__ __forceinline__ bool leave_window() {
+    // Another window is to be opened.
+    __device__ __forceinline__ void leave_window() {
         place_ -= items_;
         before_ = (before_ + items_) % gridDim.x;
-        return !window_.last;
     }
 
-    // By all producer threads.
-    __device__ __forceinline__ void open_window() {
-        window_ = rows_.template load_window<T>(shared_, window_.next);
-        if (wider_than<T>(kSortedRows, shared_, window_.runs)) sort_runs<T>(shared_, window_.runs);
+    // Works out the items of a window whose runs are in the lists and added up. By all producer threads.
+    __device__ __forceinline__ void open_window(const Window& window) {
+        window_ = window;
+        if (window.widest > kSortedRows) sort_runs<T>(shared_, window_.runs);
         items_ = whole_ = number_tiles() * groups_;
         parts_ = 1;
         const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round
@@ -68,7 +65,7 @@ private:
     // Writes the first tile of every run; returns the number of tiles.
     __device__ __forceinline__ u32 number_tiles() const {
         constexpr u32 kEach = T::window / T::producer_threads;
-        const u32 thread = threadIdx.x - T::math_threads, lane = thread % 32, warp = thread / 32;
+        const u32 thread = threadIdx.x - T::first_producer, lane = thread % 32, warp = thread / 32;
         u32 tiles[kEach], sum = 0;
 #pragma unroll
         for (u32 j = 0; j < kEach; ++j) {
@@ -121,7 +118,6 @@ private:
         item.strips = strip < exist ? smaller(exist - strip, strips) : 0;
     }
 
-    const Rows& rows_;
     u32 shared_, strips_, groups_;
     u32 place_;       // of this CTA's next item, from the window's first one
     u32 step_;        // from there to the one after it

@@ -20,7 +20,7 @@ struct RowCut : EvenCut {
 template <class T, u32 kCount>
 __device__ __forceinline__ void exclusive_sums(u32 numbers, u32 warp_sums) {
     constexpr u32 kEach = ceil_div(kCount, T::producer_threads), kWarps = T::producer_threads / 32;
-    const u32 thread = threadIdx.x - T::math_threads, lane = thread % 32, warp = thread / 32;
+    const u32 thread = threadIdx.x - T::first_producer, lane = thread % 32, warp = thread / 32;
     u32 sums[kEach], sum = 0;
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
@@ -48,24 +48,6 @@ __device__ __forceinline__ void exclusive_sums(u32 numbers, u32 warp_sums) {
 // Up to 24 rows device memory sets the pace, whatever the width, and a sort costs 1 us.
 constexpr u32 kSortedRows = 24;
 
-// Whether any run has more than `rows` rows. By all producer threads.
-template <class T>
-__device__ __forceinline__ bool wider_than(u32 rows, u32 shared, u32 runs) {
-    const u32 thread = threadIdx.x - T::math_threads;
-    bool wider = false;
-    for (u32 run = thread; run < runs; run += T::producer_threads) {
-        wider = wider || ptx::load_shared(shared + T::run_rows + 4 * run) > rows;
-    }
-    const u32 lanes = __ballot_sync(kFullWarp, wider);
-    if (thread % 32 == 0) ptx::store_shared(shared + T::run_counts + 4 * (thread / 32), lanes);
-    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);
-    u32 any = 0;
-#pragma unroll
-    for (u32 warp = 0; warp < T::producer_threads / 32; ++warp) any |= ptx::load_shared(shared + T::run_counts + 4 * warp);
-    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // before the counts are used again
-    return any != 0;
-}
-
 // How a run is counted: where the count of its width is kept for its piece of 32 runs, and how many like it the piece has
 // before it. By whole warps.
 template <class T>
@@ -88,7 +70,7 @@ __device__ __forceinline__ void sort_runs(u32 shared, u32 runs) {
     using Place = SortPlace<T>;
     constexpr u32 kThreads = T::producer_threads, kEach = T::window / kThreads, kCounts = Place::kWidths * Place::kPieces;
     static_assert(kCounts <= T::window, "the counts must fit their place");
-    const u32 thread = threadIdx.x - T::math_threads;
+    const u32 thread = threadIdx.x - T::first_producer;
 #pragma unroll 1
     for (u32 i = thread; i < kCounts; i += kThreads) ptx::store_shared(shared + T::run_tile + 4 * i, 0);
     ptx::barrier_sync_aligned(kProducerBarrier, kThreads);

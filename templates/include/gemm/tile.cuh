@@ -12,7 +12,8 @@ constexpr u32 kStrips = 4;         // strips of a group
 constexpr u32 kTokenRowBytes = 128;
 
 // kMaxRows: most token rows of a tile. kStageBlocks: k64 blocks of a ring stage. kWindow: runs of rows looked at together.
-template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow>
+// kSharedBytes: 0, or all that a program with several tiles takes: barriers and lists then lie at its end, for each of them.
+template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kSharedBytes = 0>
 struct Tile {
     static constexpr u32 max_rows = kMaxRows, stage_blocks = kStageBlocks, stages = kStages, slots = kSlots;
     static constexpr u32 window = kWindow;
@@ -20,7 +21,7 @@ struct Tile {
     // One warpgroup a strip multiplies; of the producer's four warps one streams weights, three gather token rows.
     static constexpr u32 math_warps = 4 * kStrips, math_threads = 32 * math_warps;
     static constexpr u32 gather_warps = 3, producer_threads = 32 * (1 + gather_warps);
-    static constexpr u32 threads = math_threads + producer_threads;
+    static constexpr u32 first_producer = math_threads, threads = math_threads + producer_threads;
 
     // A stage: tokens as [k64][row][128 bytes, swizzled], then weights as [k64][strip][2304].
     static constexpr u32 token_block_bytes = kMaxRows * kTokenRowBytes;
@@ -37,21 +38,29 @@ struct Tile {
     static constexpr u32 staging_rows = 16, staging_pitch = kBlock * 2 + 16;
     static constexpr u32 staging_bytes = staging_rows * staging_pitch;
 
-    static constexpr u32 full = kStages * stage_bytes;
-    static constexpr u32 empty = full + 8 * kStages;
-    static constexpr u32 item_full = empty + 8 * kStages;
+    // The barriers, as many as every tile of a program needs; then slots and staging memory, then lists.
+    static constexpr u32 barrier_stages = kSharedBytes > 0 ? 4 : kStages;
+    static constexpr u32 barrier_bytes = round_up(16 * (barrier_stages + kSlots), 16u);
+    static constexpr u32 list_bytes = 4 * 4 * kWindow + 64;
+    static constexpr u32 choice = kSharedBytes - 16;  // which of a program's tiles it is
+    static constexpr u32 full = kSharedBytes > 0 ? choice - list_bytes - barrier_bytes : kStages * stage_bytes;
+    static constexpr u32 empty = full + 8 * barrier_stages;
+    static constexpr u32 item_full = empty + 8 * barrier_stages;
     static constexpr u32 item_empty = item_full + 8 * kSlots;
-    static constexpr u32 slot_base = round_up(item_empty + 8 * kSlots, 16u);
+    static constexpr u32 slot_base = kStages * stage_bytes + (kSharedBytes > 0 ? 0 : barrier_bytes);
     static constexpr u32 staging = slot_base + kSlots * slot_bytes;
-    static constexpr u32 lists = staging + kStrips * staging_bytes;
+    static constexpr u32 staging_end = staging + kStrips * staging_bytes;
+    static constexpr u32 lists = kSharedBytes > 0 ? choice - list_bytes : staging_end;
 
-    // Runs of the window: first row slot, rows, expert, first tile; then counts of the producer's warps.
+    // Runs of the window: first row slot, rows, expert, first tile; then 16 bytes for each of the producer's warps.
     static constexpr u32 run_slot = lists, run_rows = run_slot + 4 * kWindow, run_expert = run_rows + 4 * kWindow;
     static constexpr u32 run_tile = run_expert + 4 * kWindow, run_counts = run_tile + 4 * kWindow;
-    static constexpr u32 smem_bytes = round_up(run_counts + 4 * (kWindow / 32), 16u);
+    static constexpr u32 smem_bytes = kSharedBytes > 0 ? kSharedBytes : lists + list_bytes;
 
     static_assert(kMaxRows % 8 == 0 && kMaxRows <= 128, "a tile holds 8, 16, ... 128 rows");
     static_assert(kStageBlocks == 1 || kStageBlocks == 2 || kStageBlocks == 4, "a stage holds 1, 2 or 4 k64 blocks");
+    static_assert(kSharedBytes == 0 || full >= staging_end, "the tile must leave room for barriers and lists");
+    static_assert(kStages <= barrier_stages, "every stage has its barriers");
     static_assert(kWindow % producer_threads == 0, "every producer thread looks at the same number of runs");
     static_assert((kWindow & (kWindow - 1)) == 0, "an item's run is found by halving");
     static_assert(stage_bytes % 1024 == 0, "the swizzle repeats every 1024 bytes, so stages must start on such a border");

@@ -277,6 +277,7 @@ def test_w4a16_sweeps_survive_an_early_end_and_leave_wrong_arms_out(monkeypatch)
     found = w4a16.tune(expert_rows=(4, 8, 16))
     assert isinstance(found, Tuning)
     assert [interval.arm for interval in found.boxes[0].intervals] == ["slow"]
+    assert found.boxes[0].ranges["most_rows"] == (0, w4a16.MAX_EXPERT_ROWS)
     stopped = w4a16.tune(expert_rows=(4, 8), limit_s=0)
     assert (stopped.boxes, stopped.stopped) == ([], "the time limit is over")
 

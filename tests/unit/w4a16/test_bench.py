@@ -15,6 +15,7 @@ from chord.bench import (
     w4a16,
     w4a16_combine,
     w4a16_grouped,
+    w4a16_models,
     w4a16_peers,
     w4a16_swiglu,
 )
@@ -53,7 +54,19 @@ def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
     assert not {cell for cell in longer if cell.scenario == "ep8_decode"}
     with pytest.raises(ValueError, match=r"got \['dense'\]"):
         w4a16._chosen(["dense"], w4a16_grouped.SIZES)
-    assert w4a16._chosen(None, w4a16_grouped.SIZES) > set(w4a16.SHAPES)
+    assert w4a16._chosen(None, w4a16_grouped.SIZES) == {"ep8_decode", "ep8_prefill", "tp8", *w4a16_grouped.SIZES}
+
+
+def test_other_models_are_asked_for_by_one_name():
+    chosen = w4a16._chosen([w4a16_models.OTHER_MODELS, "tp8"], ())
+    assert chosen == {*w4a16_models.SHAPES, "tp8"}
+    cells = w4a16.cells(w4a16_models.SHAPES, long=True)
+    assert len(cells) == len(set(cells)) == 3 * 2 * (3 + 2)
+    shapes = [cell.shape for cell in cells]
+    assert sum(a != b for a, b in pairwise(shapes)) == 3 * 2 * 2 - 1, "weights are made once"
+    assert w4a16.SHAPES["qwen3_235b_ep8"]["gate_up"] == WeightShape(16, 3072, 4096, gated=True)
+    assert w4a16.SHAPES["glm_4_6_tp8"]["down"] == WeightShape(160, 5120, 192)
+    assert all(cell.local_tokens == cell.tokens for cell in cells)
 
 
 def test_grouped_cells_are_those_of_the_goals():

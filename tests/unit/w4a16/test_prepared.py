@@ -166,6 +166,41 @@ def test_grouped_operators_have_the_arms_of_the_indexed_one():
         chord.route_intervals(4096, 7168, 48, "sm_90a", "route_plan")
 
 
+FITS = "low_mean"  # the constant of programs that decide on the device
+
+
+def admits(program, rows):
+    """Whether a program's tiles are chosen on the device, or are the ones for so many rows an expert."""
+    shape = WeightShape(48, 4096, 7168)
+    operator = program.partition(".")[0]
+    fits = FITS in _runtime.operator(operator).programs[program].constants
+    return fits or program == launch.routed_program(shape, rows, "sm_90a", operator)
+
+
+def test_an_expectation_below_what_can_be_is_left_to_the_device():
+    """A program for few rows runs only where there cannot be many on average, whatever a caller says."""
+    shape = WeightShape(48, 4096, 7168)
+    for operator in (launch.OPERATOR, launch.CONTIGUOUS, launch.MASKED):
+        for most in (1, 22, 23, 51, 52, 176, 4096, 1 << 40):
+            for hint in (0, 1, 22, 23, 51, 52, 400, 1 << 40):
+                program = launch.routed_program(shape, hint, "sm_90a", operator, most_rows=most)
+                assert admits(program, most), (operator, most, hint, program)
+            exact = launch.routed_program(shape, most, "sm_90a", operator, most_rows=most)
+            assert exact == launch.routed_program(shape, most, "sm_90a", operator)
+            assert FITS not in _runtime.operator(operator).programs[exact].constants
+    listed = chord.route_intervals(4096, 7168, 48, "sm_90a", most_rows=400)
+    assert [(i.first, i.last) for i in listed] == [(0, 51), (52, launch.MAX_EXPERT_ROWS)]
+    assert FITS in _runtime.operator(launch.OPERATOR).programs[listed[0].program].constants
+
+
+def test_what_an_expert_can_have_follows_from_the_arguments():
+    shape = WeightShape(48, 4096, 7168)
+    assert launch.most_rows({"num_rows": 50, "top_k": 8}, shape) == 9
+    assert launch.most_rows({"num_rows": 400}, shape) == 9
+    assert launch.most_rows({"num_rows": 384}, shape) == 8
+    assert launch.most_rows({"rows_each": 256}, shape) == 256
+
+
 def test_programs_are_found_by_rows_an_expert_and_by_name():
     shape = WeightShape(48, 4096, 7168)
     for interval in chord.route_intervals(4096, 7168, 48, "sm_90a"):

@@ -59,11 +59,26 @@ def test_shapes_that_different_programs_serve_have_routes_of_their_own():
     sides = w4a16.k_sides([None, 512, 1024, 512])
     assert sides == [(64, 512), (576, 1024), (1088, 1 << 20)]
     times = {sides[0]: {8: {"short": [2.0], "wrong": [1.0]}}, sides[2]: {8: {"short": [3.0], "tall": [2.0]}}}
-    boxes = list(w4a16._boxes(times, {"wrong"}, 0.02))
+    boxes = list(w4a16._boxes(times, {"wrong"}, 0.02, set()))
+    every = (0, w4a16.MAX_EXPERT_ROWS)
     assert [(box.ranges, box.intervals[0].arm) for box in boxes] == [
-        ({"k": sides[0]}, "short"),
-        ({"k": sides[2]}, "tall"),
+        ({"k": sides[0], "most_rows": every}, "short"),
+        ({"k": sides[2], "most_rows": every}, "tall"),
     ]
+
+
+def test_routes_guard_an_arm_for_many_rows_by_one_that_fits():
+    few, many, fits = {4: 10.0, 64: 40.0}, {4: 12.0, 64: 30.0}, {4: 11.0, 64: 31.0}
+    arms = {"few": few, "many": many, "fits": fits, "fits_worse": {4: 12.0, 64: 32.0}}
+    times = {(64, 512): {rows: {arm: [us[rows]] for arm, us in arms.items()} for rows in (4, 64)}}
+    low, high = w4a16._boxes(times, set(), 0.02, {"fits", "fits_worse"})
+    last = w4a16.MAX_EXPERT_ROWS
+    assert low.ranges == {"k": (64, 512), "most_rows": (0, 16)}
+    assert low.intervals == [(0, last, "few")]
+    assert high.ranges == {"k": (64, 512), "most_rows": (17, last)}
+    assert high.intervals == [(0, 16, "fits"), (17, last, "many")]
+    unguarded = list(w4a16._boxes(times, {"fits", "fits_worse"}, 0.02, {"fits", "fits_worse"}))
+    assert [box.intervals for box in unguarded] == [[(0, last, "few")], [(0, last, "many")]]
 
 
 def test_the_table_takes_them_and_keeps_the_rest(tmp_path):
