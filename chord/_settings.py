@@ -17,7 +17,7 @@ from chord.errors import SettingsError
 
 PREFIX = "CHORD_"
 KNOWN = {
-    "CHORD_EP_ROWS": "contiguous (default) or indexed: how vLLM's plugin finds the rows of expert-parallel experts",
+    "CHORD_EP_ROWS": "indexed (default) or contiguous: how vLLM's plugin finds the rows of expert-parallel experts",
     "CHORD_HUMMING": "0 or 1: vLLM's plugin puts chord's stand-in for the package `humming` first on the import path",
     "CHORD_REGISTRY": "folder that holds manifest.json and the cubin store, instead of the packaged registry",
     "CHORD_PIN": "SHA-256 digest that the manifest must have, 64 lower-case hex digits",
@@ -47,7 +47,7 @@ class Settings:
     sm90_decode: bool | None = None
     use_grouped: bool | None = None
     humming: bool | None = None
-    ep_rows: str = "contiguous"
+    ep_rows: str = "indexed"
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -64,7 +64,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
         sm90_decode=_label(environ, "CHORD_SM90_DECODE"),
         use_grouped=_label(environ, "CHORD_USE_GROUPED"),
         humming=_switch(environ, "CHORD_HUMMING"),
-        ep_rows=_choice(environ, "CHORD_EP_ROWS", ("contiguous", "indexed")),
+        ep_rows=_choice(environ, "CHORD_EP_ROWS", ("indexed", "contiguous")),
     )
 
 

@@ -47,7 +47,7 @@ class Subject(NamedTuple):
 
 CHORD = {
     "vllm_tp8": [Subject("chord", "chord")],
-    "vllm_ep8": [Subject("chord", "chord"), Subject("chord_indexed", "chord", experts="ChordIndexedExperts")],
+    "vllm_ep8": [Subject("chord", "chord"), Subject("chord_contiguous", "chord", experts="ChordContiguousExperts")],
 }
 """chord's subjects by split: the first is what the plugin does."""
 HUMMING = {

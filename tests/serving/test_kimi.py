@@ -18,7 +18,7 @@ TOKENS = (1, 8, 64, 512, 4096)
 SUBJECTS = {
     ("vllm_tp8", "plugin"): bench.Subject("chord", "chord"),
     ("vllm_ep8", "plugin"): bench.Subject("chord", "chord"),
-    ("vllm_ep8", "plugin_indexed"): bench.Subject("chord", "chord", experts="ChordIndexedExperts"),
+    ("vllm_ep8", "plugin_contiguous"): bench.Subject("chord", "chord", experts="ChordContiguousExperts"),
     ("vllm_tp8", "stand_in"): bench.Subject("humming", "compressed-tensors", "humming", "indexed"),
     ("vllm_ep8", "stand_in"): bench.Subject("humming", "compressed-tensors", "humming", "grouped"),
     ("vllm_ep8", "stand_in_indexed"): bench.Subject("humming", "compressed-tensors", "humming", "indexed"),

@@ -12,7 +12,7 @@ from chord.w4a16 import WeightShape
 
 SHAPE = {"experts": 16, "top_k": 4, "hidden": 256, "intermediate": 128}
 SPLITS = {"tp": {"tp": (1, 2)}, "ep": {"ep": (1, 2)}, "alone": {}}
-EXPERTS = {"tp": "ChordIndexedExperts", "ep": "ChordContiguousExperts", "alone": "ChordIndexedExperts"}
+EXPERTS = {"tp": "ChordIndexedExperts", "ep": "ChordIndexedExperts", "alone": "ChordIndexedExperts"}
 TOLERANCE = 5e-3
 
 
@@ -164,13 +164,13 @@ def test_the_layer_is_right(split: str, tokens: int) -> None:
 
 
 def test_rows_of_expert_parallel_experts_by_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHORD_EP_ROWS", "indexed")
+    monkeypatch.setenv("CHORD_EP_ROWS", "contiguous")
     layer, weights = loaded_layer("ep")
-    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "ChordIndexedExperts"
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "ChordContiguousExperts"
     given = host.routed(17, layer.moe_config, 5, missing=True)
     assert host.error(host.run(layer, given), host.reference(weights, given, layer.expert_map)) < TOLERANCE
     monkeypatch.setenv("CHORD_EP_ROWS", "sorted")
-    with pytest.raises(ValueError, match="CHORD_EP_ROWS is 'sorted': expected contiguous or indexed"):
+    with pytest.raises(ValueError, match="CHORD_EP_ROWS is 'sorted': expected indexed or contiguous"):
         new_layer("ep")
 
 

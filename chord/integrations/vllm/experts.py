@@ -1,7 +1,8 @@
 """chord's GEMMs as experts of vLLM's modular kernel: one class for each way in which rows come.
 
-Tensor parallel: by a plan (indexed). Expert parallel: sorted by expert (contiguous). Batched dispatchers such as
-DeepEP's low-latency one: a slab for each expert (masked). All write into the workspaces that vLLM lends.
+Tensor and expert parallel: by a plan (indexed), or for expert parallelism on request sorted by expert (contiguous).
+Batched dispatchers such as DeepEP's low-latency one: a slab for each expert (masked). All write into the workspaces
+that vLLM lends.
 """
 
 from __future__ import annotations
