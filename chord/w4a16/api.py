@@ -74,7 +74,7 @@ def moe_w4a16(
     for arguments outside this description.
     """
     expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
-    blocks = _blocks_of(plan)
+    blocks = blocks_of(plan)
     flags = {"invariant": invariant, "zero_missing": zero_missing, "swiglu": swiglu, "validate": validate}
     check_kinds(blocks._asdict(), {"row_weight": row_weight, "out": out}, flags, expected_rows)
     shape = packed.shape
@@ -143,7 +143,7 @@ def prepare_moe_w4a16(
     run instead of the routed one (for measurements).
     """
     expected_rows = _checked_rows(x, packed, top_k, block_m, expected_rows)
-    blocks, data = _blocks_of(plan), packed.data
+    blocks, data = blocks_of(plan), packed.data
     flags = {"invariant": invariant, "zero_missing": zero_missing, "swiglu": swiglu}
     check_kinds(blocks._asdict(), {"row_weight": row_weight, "out": out}, flags, expected_rows)
     shape = check_inputs(x, data, *blocks, row_weight, packed.shape.gated, top_k, block_m, expected_rows, swiglu)
@@ -199,7 +199,7 @@ def check_width(x: torch.Tensor, packed: PackedW4A16) -> None:
         raise ValueError(f"x: expected rows of {packed.shape.k} values, as packed has them, got {x.shape[-1]}")
 
 
-def _blocks_of(plan: object) -> BlockPlan:
+def blocks_of(plan: object) -> BlockPlan:
     """Raises TypeError unless a plan's first three members may be what a GEMM reads of it."""
     if not isinstance(plan, (tuple, list)) or len(plan) < len(BlockPlan._fields):
         raise TypeError(

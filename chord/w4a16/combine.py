@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from chord._runtime import Prepared
 from chord.router.experts import resolve_local_experts
-from chord.router.validate import check_block_m, check_int, check_tensor
-from chord.w4a16 import combine_launch, combine_ops
-from chord.w4a16.api import BlockPlan, Plan, PreparedMoeW4A16, check_no_program, check_width, checked_packed
+from chord.router.validate import check_block_m, check_bool, check_int, check_tensor
+from chord.w4a16 import combine_launch, combine_ops, reference
+from chord.w4a16.api import Plan, PreparedMoeW4A16, blocks_of, check_no_program, check_width, checked_packed
 from chord.w4a16.combine_ops import Arguments
-from chord.w4a16.validate import check_plan_values
+from chord.w4a16.validate import check_kinds, check_plan_values
 from chord.w4a16.weights import PackedW4A16
 
 
@@ -50,8 +52,19 @@ def moe_w4a16_combine(
     Raises TypeError or ValueError before any launch for arguments outside this description.
     """
     arguments = _arguments(
-        x, packed, plan, topk_weights, topk_ids, block_m, num_experts, local_experts, expected_rows, invariant
+        x,
+        packed,
+        plan,
+        topk_weights,
+        topk_ids,
+        block_m,
+        num_experts,
+        local_experts,
+        expected_rows,
+        invariant,
+        {"routed": routed, "out": out},
     )
+    check_bool("validate", validate)
     if validate:
         _check_values(arguments)
     if out is None and routed is None:
@@ -84,7 +97,17 @@ def prepare_moe_w4a16_combine(
     (for measurements). The result holds scratch of its own, so it must not run on two streams at once.
     """
     arguments = _arguments(
-        x, packed, plan, topk_weights, topk_ids, block_m, num_experts, local_experts, expected_rows, invariant
+        x,
+        packed,
+        plan,
+        topk_weights,
+        topk_ids,
+        block_m,
+        num_experts,
+        local_experts,
+        expected_rows,
+        invariant,
+        {"routed": routed, "out": out},
     )
     shape = combine_ops.check(arguments)
     routed, out = _outputs(arguments, routed, out)
@@ -120,9 +143,10 @@ def _arguments(
     local_experts: range | torch.Tensor | None,
     expected_rows: int | None,
     invariant: bool,
+    others: Mapping[str, torch.Tensor | None],
 ) -> Arguments:
     """What the op takes, worked out where it is not given, after checks of what that needs."""
-    weights = checked_packed(packed)
+    weights, blocks = checked_packed(packed), blocks_of(plan)
     if weights.shape.gated:
         raise ValueError("packed: expected a projection packed without gates, got one packed with gated=True")
     check_tensor("x", x, (torch.bfloat16,), (None, None))
@@ -130,6 +154,8 @@ def _arguments(
     check_tensor("topk_ids", topk_ids, (torch.int32,), (None, None))
     check_block_m(block_m)
     experts = weights.shape.experts
+    if local_experts is not None and not isinstance(local_experts, range):
+        check_tensor("local_experts", local_experts, (torch.int32,), (None,))
     if num_experts is None:
         if isinstance(local_experts, range):
             raise ValueError("num_experts: expected how many experts topk_ids name, beside a range of local ones")
@@ -143,10 +169,11 @@ def _arguments(
         raise ValueError(f"local_experts: expected {experts}, the experts of packed, got {local_experts}")
     expert_map, _ = resolve_local_experts(local_experts, num_experts, x.device, experts)
     rows = -(-topk_ids.shape[0] * topk_ids.shape[1] // num_experts) if expected_rows is None else expected_rows
+    check_kinds({**blocks._asdict(), "topk_weights": topk_weights}, others, {"invariant": invariant}, rows)
     return Arguments(
         x,
         weights.data,
-        *BlockPlan(*plan[:3]),
+        *blocks,
         topk_weights,
         topk_ids,
         expert_map,
@@ -158,19 +185,18 @@ def _arguments(
 
 
 def _check_values(arguments: Arguments) -> None:
-    """The plan is one, and names the pairs that topk_ids and the map say are here. Reads them back."""
+    """The plan is one, and gives each pair to the expert that topk_ids and the map say. Reads them back."""
     shape = combine_ops.check(arguments)
     plan, pairs = arguments.plan, arguments.topk_ids.numel()
-    check_plan_values(*plan, block_m=arguments.block_m, num_experts=shape.experts, num_pairs=pairs)
-    blocks = int(plan.num_tokens_post_padded.reshape(-1)[0]) // arguments.block_m
-    ids = plan.sorted_token_ids[: blocks * arguments.block_m].view(blocks, arguments.block_m).cpu().long()
-    ids = ids[plan.expert_ids[:blocks].cpu() >= 0].flatten()
-    named = torch.zeros(pairs, dtype=torch.bool)
-    named[ids[ids < pairs]] = True
-    wrong = named != combine_ops.counted(arguments).flatten().cpu()
+    block_m, experts = arguments.block_m, shape.experts
+    check_plan_values(*plan, block_m=block_m, num_experts=experts, num_pairs=pairs)
+    host = (tensor.cpu() for tensor in plan)
+    owners = torch.full((pairs,), -1)
+    for expert, rows in reference.block_rows(*host, block_m=block_m, num_experts=experts, num_pairs=pairs).items():
+        owners[rows] = expert
+    wanted = combine_ops.local_ids(arguments).flatten().cpu()
+    wrong = owners != wanted
     if wrong.any():
         pair = int(wrong.nonzero()[0])
-        expected, found = ("no row", "one") if named[pair] else ("a row", "none")
-        raise ValueError(
-            f"plan: expected {expected} for pair {pair}, as topk_ids say, got {found}; make it of these ids"
-        )
+        said, found = (f"expert {e}" if e >= 0 else "no expert" for e in (int(wanted[pair]), int(owners[pair])))
+        raise ValueError(f"plan: expected {said} for pair {pair}, as topk_ids say, got {found}; make it of these ids")

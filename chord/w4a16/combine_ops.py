@@ -82,13 +82,11 @@ def check_outputs(given: Arguments, shape: WeightShape, routed: torch.Tensor, ou
     check_memory({"routed": routed, **routes}, {"out": out})
 
 
-def counted(given: Arguments) -> torch.Tensor:
-    """[M, k] bool: which routes are to experts that are here."""
-    ids, experts = given.topk_ids, given.num_experts
-    found = (ids >= 0) & (ids < experts)
-    if given.expert_map is not None:
-        found &= given.expert_map[ids.clamp(0, experts - 1).long()] >= 0
-    return found
+def local_ids(given: Arguments) -> torch.Tensor:
+    """[M, k] int64: which of the experts of `packed` each route goes to, -1 for one elsewhere."""
+    ids, experts = given.topk_ids.long(), given.num_experts
+    found = ids if given.expert_map is None else given.expert_map[ids.clamp(0, experts - 1)].long()
+    return torch.where((ids >= 0) & (ids < experts) & (found >= 0), found, -1)
 
 
 def run(given: Arguments, shape: WeightShape, routed: torch.Tensor, out: torch.Tensor) -> None:

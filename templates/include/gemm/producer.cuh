@@ -7,6 +7,7 @@
 #include "gemm/schedule.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/copy.cuh"
+#include "ptx/copy_once.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
@@ -23,16 +24,26 @@ __device__ __forceinline__ void zero_scales(u32 stage, u32 blocks) {
     }
 }
 
+// Low tiles serve experts of few rows, whose weights are read once; tall ones may be several that read the same weights.
+template <class T>
+__device__ __forceinline__ void load_piece(u32 to, const u8* source, u32 bytes, u32 bar) {
+    if constexpr (T::max_rows <= 56) {
+        ptx::bulk_load_once(to, source, bytes, bar);
+    } else {
+        ptx::bulk_load(to, source, bytes, bar);
+    }
+}
+
 // One stage's weights. A whole item is contiguous in memory; an item of fewer strips takes one copy a k64 block. The
 // place of a block in the stage does not depend on which of the two it is.
 template <class T>
 __device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 blocks, u32 strips, u32 pitch, u32 bar) {
     ptx::mbarrier_arrive_expect(bar, blocks * strips * kBlockBytes);
     if (strips == kStrips) {
-        ptx::bulk_load(stage, source, blocks * (kStrips * kBlockBytes), bar);
+        load_piece<T>(stage, source, blocks * (kStrips * kBlockBytes), bar);
     } else {
         for (u32 b = 0; b < blocks; ++b) {
-            ptx::bulk_load(stage + b * (kStrips * kBlockBytes), source + b * pitch, strips * kBlockBytes, bar);
+            load_piece<T>(stage + b * (kStrips * kBlockBytes), source + b * pitch, strips * kBlockBytes, bar);
         }
     }
 }

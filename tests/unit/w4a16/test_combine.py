@@ -119,7 +119,13 @@ def test_validate_finds_a_plan_of_other_ids(case):
     pair = int((case.gemm.expert_of >= 0).nonzero()[0])
     ids = case.topk_ids.clone()
     ids.view(-1)[pair] = -1
-    with pytest.raises(ValueError, match=f"plan: expected no row for pair {pair}, as topk_ids say, got one"):
+    expert = int(case.gemm.expert_of[pair])
+    with pytest.raises(
+        ValueError, match=f"plan: expected no expert for pair {pair}, as topk_ids say, got expert {expert}"
+    ):
+        call(case._replace(topk_ids=ids), validate=True)
+    ids.view(-1)[pair] = 3 + (expert + 1) % SHAPE.experts
+    with pytest.raises(ValueError, match=f"plan: expected expert {(expert + 1) % 6} for pair {pair}"):
         call(case._replace(topk_ids=ids), validate=True)
 
 
