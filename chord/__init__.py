@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from chord.w4a16 import PackedW4A16 as PackedW4A16
     from chord.w4a16 import W4A16Experts as W4A16Experts
     from chord.w4a16 import moe_w4a16 as moe_w4a16
+    from chord.w4a16 import moe_w4a16_combine as moe_w4a16_combine
     from chord.w4a16 import moe_w4a16_contiguous as moe_w4a16_contiguous
     from chord.w4a16 import moe_w4a16_masked as moe_w4a16_masked
     from chord.w4a16 import pack_w4a16 as pack_w4a16
     from chord.w4a16 import prepare_moe_w4a16 as prepare_moe_w4a16
+    from chord.w4a16 import prepare_moe_w4a16_combine as prepare_moe_w4a16_combine
     from chord.w4a16 import prepare_moe_w4a16_contiguous as prepare_moe_w4a16_contiguous
     from chord.w4a16 import prepare_moe_w4a16_masked as prepare_moe_w4a16_masked
     from chord.w4a16 import route_intervals as route_intervals
@@ -56,11 +58,13 @@ _HOMES = {
     "fused_router": "chord.router",
     "max_route_blocks": "chord.router",
     "moe_w4a16": "chord.w4a16",
+    "moe_w4a16_combine": "chord.w4a16",
     "moe_w4a16_contiguous": "chord.w4a16",
     "moe_w4a16_masked": "chord.w4a16",
     "pack_w4a16": "chord.w4a16",
     "prepare_fused_router": "chord.router",
     "prepare_moe_w4a16": "chord.w4a16",
+    "prepare_moe_w4a16_combine": "chord.w4a16",
     "prepare_moe_w4a16_contiguous": "chord.w4a16",
     "prepare_moe_w4a16_masked": "chord.w4a16",
     "route_intervals": "chord.w4a16",

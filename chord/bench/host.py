@@ -1,4 +1,6 @@
-"""Host time of launches: a bare driver call, a prepared launch, the eager operator, a process's first call."""
+"""Host time of launches: a bare driver call, a prepared launch, the eager operator, a process's first call, and first
+launches after preload.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from chord import _runtime
+from chord.bench import preloaded
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
 from chord.checks.inputs import SELECTIONS, normal_case
@@ -25,7 +28,8 @@ AnyPrepared = PreparedFusedRouter | PreparedMoeW4A16
 
 METHOD = (
     "host clock around each call, bare driver call and prepared launch in turn; eager calls one after the other;"
-    " first call: fresh process with CUDA up, until the result is there"
+    " first call: fresh process with CUDA up, until the result is there; preloaded: fresh processes in which every"
+    " program is loaded, a launch after 50 ms without any, or after 20 of another program"
 )
 FIRST_CALL_CODE = """
 import json, time, torch
@@ -163,6 +167,14 @@ def run(
     firsts = [first_call(1) for _ in range(processes)]
     add("first_call", 1, "", [first.call_us for first in firsts])
     add("import", 1, "", [first.import_us for first in firsts])
+    for operator, tokens in preloaded.OPERATORS.items():
+        found = [preloaded.in_a_fresh_process(operator) for _ in range(max(1, processes // 2))]
+        name = "preloaded" if operator == "fused_router" else "w4a16_preloaded"
+        others = [times for process in found for times in process.programs.values()]
+        add(f"{name}_first_after_pause", tokens, "", [process.first_after_pause_us for process in found])
+        add(f"{name}_used_after_pause", tokens, "", [process.used_after_pause_us for process in found])
+        add(f"{name}_first_among_others", tokens, "", [first for first, _ in others])
+        add(f"{name}_steady", tokens, "", [steady for _, steady in others])
     return results
 
 

@@ -23,9 +23,11 @@ from chord.checks.graphs import graphed
 from chord.checks.w4a16 import checkpoint
 from chord.router import prepare_fused_router, reference
 from chord.router.experts import expert_map_of
-from chord.w4a16 import PackedW4A16, pack_w4a16, prepare_moe_w4a16
+from chord.w4a16 import PackedW4A16, pack_w4a16, prepare_moe_w4a16, prepare_moe_w4a16_combine
+from chord.w4a16.combine_launch import UNIT_COLUMNS
+from chord.w4a16.launch import SUMS
 from chord.w4a16.reference import contract_weights
-from chord.w4a16.rows import WARP_COLUMNS, combine_rows, swiglu_rows
+from chord.w4a16.rows import swiglu_rows
 
 EXPERTS = 384
 LOCAL = range(144, 192)
@@ -39,7 +41,7 @@ METHOD = (
     "CUDA events around replays of one graph a chain (router, plan, gate_up, SwiGLU, down, weighted sum), cold L2"
     " (256 MB read before every replay), subjects in turn on a warm board, the host ahead of the GPU; a few tokens of"
     " every chain's output compared with float64 on dequantised weights before; chord: fused router, gate_up with"
-    " SwiGLU, down, combine; peers: humming-kernels' GEMMs, activation and row copy between vLLM's compiled routing"
+    " SwiGLU, down with sums; peers: humming-kernels' GEMMs, activation and row copy between vLLM's compiled routing"
     " operators, the indexed chain summed by chord's combine"
 )
 MOST_ERROR = 5e-3
@@ -204,8 +206,11 @@ def chord_chain(work: LayerWork, weights: Weights, local: range | None, *, fused
     router = prepare_fused_router(work.logits, work.bias, top_k=TOP_K, block_m=BLOCK_M, local_experts=local)
     up = prepare_moe_w4a16(work.x, weights.w13, router.plan, top_k=TOP_K, block_m=BLOCK_M, swiglu=fused_swiglu)
     hidden = up.out if fused_swiglu else up.out.new_empty(work.pairs, weights.w2.shape.k)
-    down = prepare_moe_w4a16(hidden, weights.w2, router.plan, top_k=1, block_m=BLOCK_M)
-    out = torch.empty(work.x.shape[0], weights.w2.shape.n, dtype=torch.bfloat16, device=work.x.device)
+    routes = (router.topk_weights, router.topk_ids)
+    down = prepare_moe_w4a16_combine(
+        hidden, weights.w2, router.plan, *routes,
+        block_m=BLOCK_M, num_experts=work.logits.shape[1], local_experts=work.expert_map,
+    )  # fmt: skip
 
     def call() -> None:
         router.launch()
@@ -213,12 +218,8 @@ def chord_chain(work: LayerWork, weights: Weights, local: range | None, *, fused
         if not fused_swiglu:
             swiglu_rows(up.out, hidden)
         down.launch()
-        combine_rows(
-            down.out, out, router.topk_weights, router.topk_ids,
-            num_experts=work.logits.shape[1], expert_map=work.expert_map,
-        )  # fmt: skip
 
-    return Chain(call, out, (router.program, up.program, down.program, combine_program(out)))
+    return Chain(call, down.out, (router.program, up.program, down.program, combine_program(down.out)))
 
 
 def replay_of(chain: Chain, right: torch.Tensor, name: str, most_error: float) -> Callable[[], None]:
@@ -265,9 +266,9 @@ def combine_program(out: torch.Tensor) -> str:
     """Name of the program that sums into such an output."""
     if not out.is_cuda:
         return "reference"
-    units = out.shape[0] * -(-out.shape[1] // WARP_COLUMNS)
     arch = _runtime.architecture(out.device.index)
-    return _runtime.registry().lookup("moe_combine", arch, {"num_units": units}).program_name
+    units = out.shape[0] * -(-out.shape[1] // UNIT_COLUMNS)
+    return _runtime.registry().lookup(SUMS, arch, {"num_units": units}).program_name
 
 
 def cubin_of(program: str, device: torch.device) -> str:

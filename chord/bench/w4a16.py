@@ -104,13 +104,13 @@ def run(
 ) -> Results:
     """Measures the suite on the current GPU. peers: a folder as w4a16_peers describes it; without one, chord alone.
 
-    scenarios: some of SHAPES, of w4a16_grouped.SIZES, and w4a16_swiglu.SWIGLU; default all. long: prefill of SHAPES up
-    to 16384 tokens as well. progress and save are called after each row. Raises RuntimeError when a kernel's result is
-    wrong: a wrong kernel has no time.
+    scenarios: some of SHAPES, w4a16_grouped.SIZES, w4a16_combine.TOKENS, and w4a16_swiglu.SWIGLU; default all. long:
+    prefill of SHAPES up to 16384 tokens as well. progress and save are called after each row. Raises RuntimeError when
+    a kernel's result is wrong: a wrong kernel has no time.
     """
-    from chord.bench import w4a16_grouped, w4a16_swiglu  # which build on this module
+    from chord.bench import w4a16_combine, w4a16_grouped, w4a16_swiglu  # which build on this module
 
-    chosen = _chosen(scenarios, (*w4a16_grouped.SIZES, w4a16_swiglu.SWIGLU))
+    chosen = _chosen(scenarios, (*w4a16_grouped.SIZES, *w4a16_combine.TOKENS, w4a16_swiglu.SWIGLU))
     found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
@@ -123,9 +123,10 @@ def run(
 
     add(measure_read(timer, samples))
     weights: Weights | None = None
-    every: list[Cell | w4a16_swiglu.SwigluCell | w4a16_grouped.GroupedCell] = [
+    every: list[Cell | w4a16_swiglu.SwigluCell | w4a16_combine.CombineCell | w4a16_grouped.GroupedCell] = [
         *cells(chosen, long=long),
         *w4a16_swiglu.cells(chosen),
+        *w4a16_combine.cells(chosen),
         *w4a16_grouped.cells(chosen),
     ]
     for cell in every:
@@ -137,6 +138,8 @@ def run(
             add(measure_cell(cell, *given))
         elif isinstance(cell, w4a16_swiglu.SwigluCell):
             add(w4a16_swiglu.measure_cell(cell, *given))
+        elif isinstance(cell, w4a16_combine.CombineCell):
+            add(w4a16_combine.measure_cell(cell, weights, timer, samples))
         else:
             add(w4a16_grouped.measure_cell(cell, *given))
     return results

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from chord import _runtime
+from chord.checks import w4a16_combine as combine
 from chord.checks import w4a16_grouped as grouped
 from chord.checks import w4a16_rows as rows
 from chord.checks.qualify import Verdict, matches
@@ -46,6 +47,17 @@ TINY_LOADS = (
 )
 """Small enough for a sanitizer. The first is the smallest that there is: a brief run leaves it out."""
 TINY_ROUTINGS = ("random", "remote")
+
+SUMS = (
+    Load(WeightShape(1, 64, 64), 5, 8, 8),
+    Load(WeightShape(8, 320, 192), 50, 8, 8),
+    Load(WeightShape(48, 7168, 2048), 50, 8, 8),
+    Load(WeightShape(384, 7168, 256), 300, 8, 8),
+    Load(WeightShape(16, 1088, 512), 700, 2, 16),
+    Load(WeightShape(3, 2112, 128), 40, 11, 8),
+)
+TINY_SUMS = (Load(WeightShape(3, 64, 64), 4, 2, 8), Load(WeightShape(5, 704, 256), 9, 3, 16))
+"""Of those that sum a token's rows; so many tokens, top_k rows each."""
 
 
 class Slabs(NamedTuple):
@@ -86,6 +98,8 @@ def qualify_w4a16(
     with torch.cuda.device(device):
         loads = TINY_LOADS[brief:] if tiny else LOADS
         found = _gemm_problems(_programs("moe_w4a16", arch, only), loads, place, tiny, brief)
+        for name in _programs(launch.SUMS, arch, only):
+            found[name] = _sum_problems(arch, TINY_SUMS[brief:] if tiny else SUMS, place, tiny)
         for operator in (launch.CONTIGUOUS, launch.MASKED):
             slabs = TINY_SLABS[brief:] if tiny else SLABS
             found |= _grouped_problems(operator, _programs(operator, arch, only), slabs, place, tiny, brief)
@@ -127,6 +141,25 @@ def _gemm_problems(
                     continue
                 label = f"{load} {routing}"
                 found[name].append([f"{label}: {problem}" for problem in gemm_problems(case, expected, name)])
+    return found
+
+
+def _sum_problems(arch: str, loads: tuple[Load, ...], device: torch.device, tiny: bool) -> list[list[str]]:
+    """By case, for the sums behind every GEMM program, as each may leave them other room; a tool looks at one alone."""
+    found = []
+    for load in loads:
+        gemms = [
+            name
+            for name in _programs(launch.OPERATOR, arch, "*")
+            if launch.serves(_runtime.operator(launch.OPERATOR).programs[name], load.shape)
+        ]
+        for routing in TINY_ROUTINGS if tiny else ("random", "hot", "one", "remote"):
+            case = combine.combine_case(*load, routing, torch.device("cpu") if tiny else device)
+            expected = combine.expected_of(case)
+            case = combine.moved(case, device)
+            for name in gemms[:1] if tiny else gemms:
+                problems = combine.combine_problems(case, expected, name)
+                found.append([f"{load} {routing}: {problem}" for problem in problems])
     return found
 
 

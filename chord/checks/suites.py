@@ -15,6 +15,10 @@ _CHECKS = {
     ),
     "route_plan": ("every entry of the plan against the reference, absent experts among them",),
     "moe_w4a16": ("outputs against exact products: shapes, routings with absent experts, block sizes",),
+    "moe_w4a16_combine": (
+        "sums against exact products: shapes, routings with absent experts, tokens without any",
+        "the bits of moe_w4a16 and moe_combine, and the same ones when launched again",
+    ),
     "moe_w4a16_contiguous": ("outputs against exact products: shapes, spreads of rows, every way to tell of rows",),
     "moe_w4a16_masked": ("outputs against exact products: shapes, spreads of rows, slabs with room behind a count",),
     "moe_swiglu": ("every value against torch, rows that are not named untouched",),

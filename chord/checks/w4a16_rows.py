@@ -17,6 +17,9 @@ GUARD_ROWS = 2
 TOLERANCE = 2.0**-7
 """Of a result, relative to the largest in its row: one rounding of bfloat16, and approximate exp2 and reciprocal."""
 
+_FAR = 1 << 40
+"""A limit far beyond any rows."""
+
 Call = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], None]
 """Runs an operator into an output, on inputs that it moves to the output's device with the function given."""
 
@@ -66,6 +69,13 @@ def _cases(operator: str, rows: int, width: int, top_k: int) -> Iterator[tuple[s
     yield from makers[operator](rows, width, top_k, random)
 
 
+def _wrong(places: torch.Tensor) -> torch.Tensor:
+    """Row ids of which a third are outside the rows: some just behind them, some as far as an int32 reaches."""
+    count, wrong = places.numel(), places.clone().flatten()
+    wrong[::3] = torch.where(wrong[::3] % 2 == 0, count + wrong[::3], 0x7FFFFFFF - wrong[::3])
+    return wrong.view_as(places)
+
+
 def _normal(random: torch.Generator, *size: int) -> torch.Tensor:
     return torch.randn(size, generator=random).to(torch.bfloat16)
 
@@ -83,6 +93,7 @@ def _swiglu_cases(rows: int, width: int, _: int, random: torch.Generator) -> Ite
         ("an int32 limit", {"limit": torch.tensor(rows - 1, dtype=torch.int32)}),
         ("row ids", {"row_ids": places}),
         ("counts of slabs", {"counts": counts}),
+        ("ids and a limit that are wrong", {"row_ids": _wrong(places), "limit": torch.tensor([_FAR])}),
     ):
         yield what, lambda move, out, o=options: swiglu_rows(move(gate_up), out, **{k: move(v) for k, v in o.items()})  # type: ignore[misc]
 
@@ -94,6 +105,8 @@ def _scatter_cases(rows: int, width: int, top_k: int, random: torch.Generator) -
     limit, some = torch.tensor([rows * top_k // 2]), places.clone()
     some[0, 0] = -1
     yield "a limit", lambda move, out: scatter_rows(move(x), out, move(some), limit=move(limit))
+    far, wrong = torch.tensor([_FAR]), _wrong(places)
+    yield "ids and a limit that are wrong", lambda move, out: scatter_rows(move(x), out, move(wrong), limit=move(far))
 
 
 def _combine_cases(rows: int, width: int, top_k: int, random: torch.Generator) -> Iterator[tuple[str, Call]]:
@@ -122,6 +135,12 @@ def _combine_cases(rows: int, width: int, top_k: int, random: torch.Generator) -
         given = move(sorted_rows), out, move(weights), move(ids.clamp(min=0))
         combine_rows(*given, num_experts=experts, row_ids=move(places), limit=move(limit))
 
+    def wrong_places(move: Callable[[torch.Tensor], torch.Tensor], out: torch.Tensor) -> None:
+        given = move(routed), out, move(weights), move(ids.clamp(min=0))
+        far = torch.tensor([_FAR])
+        combine_rows(*given, num_experts=experts, row_ids=move(_wrong(places)), limit=move(far))
+
     yield "ids that are nobody's", plain
     yield "experts elsewhere", remote
     yield "sorted rows and a limit", sorted_places
+    yield "ids and a limit that are wrong", wrong_places

@@ -69,7 +69,8 @@ def bench_w4a16(
         list[str] | None,
         typer.Option(
             "--scenario",
-            help="ep8_decode, ep8_prefill, tp8, swiglu_ep8, grouped_contiguous, grouped_masked or sorted_ep8.",
+            help="ep8_decode, ep8_prefill, tp8, swiglu_ep8, combine_ep8_decode, combine_ep8_prefill, combine_tp8, "
+            "grouped_contiguous, grouped_masked or sorted_ep8.",
         ),
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,

@@ -13,14 +13,14 @@ import torch
 
 from chord import _runtime
 from chord.router import RoutePlan, launch, max_route_blocks, route_plan
-from chord.w4a16 import PackedW4A16, WeightShape, moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked
+from chord.w4a16 import PackedW4A16, WeightShape, moe_w4a16, moe_w4a16_combine, moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.launch import GEMMS
 
 BLOCK_M = 8
 """The kernels join blocks of one expert themselves, so that the smallest wastes least."""
 BOUNDARY_BYTES = 256
 
-INDEXED = ("moe_w4a16", "route_plan", "moe_combine")
+INDEXED = ("moe_w4a16", "route_plan", "moe_w4a16_combine")
 """The operators of a layer whose rows are found through a plan, as `preload` takes them."""
 CONTIGUOUS = ("moe_w4a16_contiguous", "moe_scatter", "moe_combine")
 """Those of a layer whose rows are copied into the order of experts."""
@@ -103,20 +103,26 @@ def indexed(
     w13: PackedW4A16,
     w2: PackedW4A16,
     plan: RoutePlan,
-    top_k: int,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
     hidden: torch.Tensor,
     routed: torch.Tensor,
+    out: torch.Tensor,
     *,
+    num_experts: int,
+    expert_map: torch.Tensor | None,
     expected_rows: int,
     invariant: bool,
 ) -> None:
-    """routed[pair] = w2 @ swiglu(w13 @ x[pair // top_k]) for the plan's pairs; other rows keep what they held.
+    """out[t] = sum over j of weights[t, j] * (w2 @ swiglu(w13 @ x[t])), w13 and w2 of expert ids[t, j]; 0 without one.
 
-    x: [M, H]. hidden: [M * top_k, I], scratch. routed: [M * top_k, H]. All bfloat16.
+    x, out: [M, H]. plan, num_experts, expert_map: as `make_plan` made it of ids [M, k]. hidden: [M * k, I] and routed:
+    [M * k, H], scratch. All bfloat16 but weights and ids, as `routing` gives them. out may lie over hidden.
     """
     options = {"block_m": BLOCK_M, "expected_rows": expected_rows, "invariant": invariant}
-    moe_w4a16(x, w13, plan, top_k=top_k, swiglu=True, out=hidden, **options)  # type: ignore[arg-type]
-    moe_w4a16(hidden, w2, plan, top_k=1, out=routed, **options)  # type: ignore[arg-type]
+    moe_w4a16(x, w13, plan, top_k=ids.shape[1], swiglu=True, out=hidden, **options)  # type: ignore[arg-type]
+    options |= {"num_experts": num_experts, "local_experts": expert_map}  # type: ignore[dict-item]
+    moe_w4a16_combine(hidden, w2, plan, weights, ids, routed=routed, out=out, **options)  # type: ignore[arg-type]
 
 
 def contiguous(

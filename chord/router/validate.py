@@ -86,7 +86,8 @@ def check_factor(factor: float | torch.SymFloat | torch.SymInt) -> None:
 
 def check_tensor(name: str, value: object, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...]) -> None:
     """A dense contiguous tensor of one of `dtypes` and of `shape`, where None stands for any size."""
-    value = check_dense(name, value)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        value = check_dense(name, value)
     if value.dtype not in dtypes:
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name}: expected {wanted}, got {value.dtype}")

@@ -1,6 +1,7 @@
 """W4A16 MoE GEMMs: INT4 expert weights with group-32 scales, bfloat16 activations. Importing it registers the ops."""
 
 from chord.w4a16.api import BlockPlan, PreparedMoeW4A16, moe_w4a16, prepare_moe_w4a16
+from chord.w4a16.combine import moe_w4a16_combine, prepare_moe_w4a16_combine
 from chord.w4a16.experts import W4A16Experts
 from chord.w4a16.grouped import (
     moe_w4a16_contiguous,
@@ -21,10 +22,12 @@ __all__ = [
     "W4A16Experts",
     "WeightShape",
     "moe_w4a16",
+    "moe_w4a16_combine",
     "moe_w4a16_contiguous",
     "moe_w4a16_masked",
     "pack_w4a16",
     "prepare_moe_w4a16",
+    "prepare_moe_w4a16_combine",
     "prepare_moe_w4a16_contiguous",
     "prepare_moe_w4a16_masked",
     "route_intervals",

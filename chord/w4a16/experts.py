@@ -12,6 +12,7 @@ from chord.router.plan import device_of
 from chord.router.validate import MAX_EXPERTS, check_devices, check_int, check_tensor
 from chord.w4a16.api import Plan, moe_w4a16
 from chord.w4a16.checkpoint import ExpertReader, Shard
+from chord.w4a16.combine import moe_w4a16_combine
 from chord.w4a16.grouped import moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.layout import LAYOUT_VERSION, SCALE_GROUP, WeightShape
 from chord.w4a16.profiles import TP_SIZE, Profile, Role, select_profile
@@ -119,14 +120,13 @@ class W4A16Experts(torch.nn.Module):
         *,
         block_m: int = 8,
         invariant: bool = False,
-        zero_missing: bool = True,
     ) -> torch.Tensor:
         """[M, H] bfloat16 from x [M, H] bfloat16, topk_weights [M, k] float32 and global topk_ids [M, k] int32.
 
         plan: of these ids over this rank's experts, with blocks of block_m; without it one is made. The result of
         `chord.fused_router` may be passed on: layer(x, *chord.fused_router(...)).
-        invariant: as for `chord.moe_w4a16`. zero_missing: routes whose expert is not here count as zero, which costs
-        clearing a buffer of M * k rows; False where every route has its expert here.
+        invariant: as for `chord.moe_w4a16`. Routes whose expert is not here count as zero. A token's rows are summed as
+        by `chord.moe_w4a16_combine`: each rounded, then weighted and added in float32 in the order of topk_ids.
         """
         check_tensor("x", x, (torch.bfloat16,), (None, self.w13_shape.k))
         check_tensor("topk_ids", topk_ids, (torch.int32,), (x.shape[0], None))
@@ -146,18 +146,18 @@ class W4A16Experts(torch.nn.Module):
             invariant=invariant,
             swiglu=True,
         )
-        routed = moe_w4a16(
+        return moe_w4a16_combine(
             active,
             w2,
             plan,
-            top_k=1,
+            topk_weights,
+            topk_ids,
             block_m=block_m,
-            row_weight=topk_weights.reshape(-1),
+            num_experts=self.num_global_experts,
+            local_experts=self._local(),
             expected_rows=expected_rows,
             invariant=invariant,
-            zero_missing=zero_missing,
         )
-        return routed.view(x.shape[0], top_k, self.w2_shape.n).sum(dim=1)
 
     def forward_contiguous(
         self,

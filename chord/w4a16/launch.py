@@ -20,6 +20,9 @@ CONTIGUOUS = "moe_w4a16_contiguous"
 MASKED = "moe_w4a16_masked"
 GEMMS = {OPERATOR: 2, CONTIGUOUS: 1, MASKED: 1}
 """The operators, with the version of the argument list that is passed to each."""
+SUMS = "moe_w4a16_combine"
+MOVERS = {"moe_swiglu": 2, "moe_scatter": 2, "moe_combine": 2, SUMS: 1}
+"""The operators that move and sum rows, likewise."""
 MAX_EXPERT_ROWS = 1 << 30
 
 _LEAST_TILE_ROWS = 32  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
@@ -186,8 +189,16 @@ def unpack(packed: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, shape
 
 
 def move_rows(operator: str, device: int, values: dict[str, int]) -> None:
-    """Launches moe_swiglu, moe_scatter or moe_combine with arguments of its contract, checked by rows.py."""
+    """Launches an operator of MOVERS with arguments of its contract, which are checked."""
     _launch(_row_mover(operator, device, values["num_units"]), device, values)
+
+
+def prepare_rows(operator: str, device: int, values: dict[str, int], owners: object) -> Prepared:
+    """Binds what `move_rows` would launch; the result keeps `owners`, the buffers, alive."""
+    kernel = _row_mover(operator, device, values["num_units"])
+    bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    bound.make_ready(_runtime.raw_stream(device))
+    return Prepared(bound, kernel.name)
 
 
 def route_intervals(n: int, k: int, experts: int, arch: str, operator: str = OPERATOR) -> list[Interval]:
@@ -270,7 +281,7 @@ def _move(operator: str, device: int, values: dict[str, int], shape: WeightShape
 
 def _load(operator: str, device: int, program: str) -> Kernel:
     version = _runtime.operator(operator).abi_version
-    wanted = GEMMS.get(operator, LAYOUT_VERSION)
+    wanted = (GEMMS | MOVERS).get(operator, LAYOUT_VERSION)
     if version != wanted:
         raise ManifestError(
             f"{operator}: this chord expects version {wanted}, the manifest has {version}; install the chord and the "

@@ -2,9 +2,8 @@
 
 For hosts that bring their own order of rows. Each function writes an output that is given; what it does not name keeps
 what it held. `limit` is one int32 or int64 on the device: sorted rows at and beyond it do not exist.
-Row ids and `limit` are contents of device memory, which no kernel checks: a row id below `limit` (every one, without a
-limit) must be below the number of rows on the sorted side, or the kernel reads or writes memory that is not the
-tensor's. On a CPU such an id names nothing.
+Row ids and `limit` are contents of device memory, which nobody reads back. Whatever they say, an id outside the rows
+of the sorted side names nothing: wrong ones give wrong rows, never an access outside the tensors.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ def swiglu_rows(
 ) -> None:
     """out[row_ids[r]] = silu(gate_up[r, :I]) * gate_up[r, I:], in float32 up to the one rounding.
 
-    gate_up: [R, 2 I], out: [R, I]; bfloat16. row_ids: int32 [R], distinct, default r; a negative one and one at or
-    beyond `limit` leave their row out. Others must be below R, so `limit` at most R: the kernel checks neither.
-    counts: int32 [E], where R rows are E slabs: of slab e the first counts[e] exist. R is below 2^31.
+    gate_up: [R, 2 I], out: [R, I]; bfloat16. row_ids: int32 [R], distinct, default r; a negative one, one at or beyond
+    `limit` and one at or beyond R leave their row out. counts: int32 [E], where R rows are E slabs: of slab e the first
+    counts[e] exist. R is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
     out, rows, width = _sizes("gate_up", gate_up, out, 2)
@@ -49,7 +48,7 @@ def swiglu_rows(
         slab = rows // counts.numel()
     if gate_up.is_cuda:
         pointers = {"x": gate_up, "out": out, "row_ids": row_ids, "limit": limit, "counts": counts}
-        _launch("moe_swiglu", pointers, rows, width, limit, slab_rows=slab)
+        _launch("moe_swiglu", pointers, rows, width, limit, num_sorted=rows, slab_rows=slab)
         return
     to = torch.arange(rows) if row_ids is None else row_ids.long()
     exists = (to >= 0) & (to < _limit_of(limit, rows))
@@ -64,8 +63,8 @@ def scatter_rows(
 ) -> None:
     """out[row_ids[t, j]] = x[t] for row ids from 0 to limit - 1.
 
-    x: [M, H], out: [R, H]; bfloat16. row_ids: int32 [M, k], distinct; a negative one and one at or beyond `limit` are
-    left out. Others must be below R, so `limit` at most R: the kernel checks neither. M * k is below 2^31.
+    x: [M, H], out: [R, H]; bfloat16. row_ids: int32 [M, k], distinct; a negative one, one at or beyond `limit` and one
+    at or beyond R are left out. M * k is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
     out, _, width = _sizes("out", out, out, 1)
@@ -75,9 +74,8 @@ def scatter_rows(
     _check(out, {"x": x, "row_ids": row_ids, "limit": limit})
     pairs, top_k = row_ids.numel(), row_ids.shape[1]
     if x.is_cuda:
-        _launch(
-            "moe_scatter", {"x": x, "out": out, "row_ids": row_ids, "limit": limit}, pairs, width, limit, top_k=top_k
-        )
+        pointers = {"x": x, "out": out, "row_ids": row_ids, "limit": limit}
+        _launch("moe_scatter", pointers, pairs, width, limit, num_sorted=out.shape[0], top_k=top_k)
         return
     to = row_ids.reshape(-1).long()
     exists = (to >= 0) & (to < _limit_of(limit, out.shape[0]))
@@ -99,8 +97,8 @@ def combine_rows(
 
     rows: [R, H], out: [M, H]; bfloat16. weights: float32 [M, k]. topk_ids: int32 [M, k], global: routes with an id
     outside 0..num_experts-1, and those that expert_map (int32 [num_experts]) gives a negative local id, do not count;
-    their rows are not read. row_ids: int32 [M, k], default t * k + j; negative ones and those at and beyond `limit` do
-    not count either. Others must be below R, so `limit` at most R: the kernel checks neither. M * k is below 2^31.
+    their rows are not read. row_ids: int32 [M, k], default t * k + j; negative ones, those at and beyond `limit` and
+    those at and beyond R do not count either. M * k is below 2^31.
     Raises TypeError or ValueError for anything else.
     """
     out, tokens, width = _sizes("out", out, out, 1)
@@ -121,7 +119,8 @@ def combine_rows(
     top_k = topk_ids.shape[1]
     if out.is_cuda:
         pointers = {"x": rows, "out": out, **tensors}
-        _launch("moe_combine", pointers, tokens, width, limit, top_k=top_k, num_experts=num_experts)
+        scalars = {"num_sorted": rows.shape[0], "top_k": top_k, "num_experts": num_experts}
+        _launch("moe_combine", pointers, tokens, width, limit, **scalars)
         return
     if not rows.shape[0]:  # nothing that an id could name
         out.zero_()

@@ -14,6 +14,7 @@ import chord
 from chord.checks.compare import check_ids, check_weights
 from chord.checks.inputs import expert_parallel_ids, normal_case
 from chord.checks.w4a16 import checkpoint, draw_experts, plan_of
+from chord.checks.w4a16_combine import combine_case
 from chord.router.plan import RoutePlan
 from chord.w4a16 import layout, reference
 from chord.w4a16.layout import WeightShape
@@ -169,6 +170,51 @@ def _gemm(name: str, shape: WeightShape, top_k: int, block_m: int, *, weighted: 
         alone=alone,
         row=lambda out, token: [out[token * top_k : (token + 1) * top_k]],
         prepare=chord.prepare_moe_w4a16,
+    )  # fmt: skip
+
+
+def _combined(name: str, shape: WeightShape, top_k: int, block_m: int, **more: Any) -> Case:
+    def make(tokens: int, device: torch.device) -> Arguments:
+        case = combine_case(shape, tokens, top_k, block_m, "random", torch.device("cpu"))
+        plan = plan_of(case.gemm.expert_of, shape.experts, block_m, case.gemm.x.device, strange=False)
+        given = {
+            "x": case.gemm.x, "packed": case.gemm.packed, "plan": plan, "topk_weights": case.topk_weights,
+            "topk_ids": case.gemm.expert_of.view(tokens, top_k).to(torch.int32), "block_m": block_m, **more,
+        }  # fmt: skip
+        return moved(given, device)
+
+    def problems(given: Arguments, out: torch.Tensor) -> list[str]:
+        given = moved(given, torch.device("cpu"))
+        words, scales = chord.unpack_w4a16(given["packed"])
+        ids = given["topk_ids"].flatten()
+        rows = {e: (ids == e).nonzero().flatten() for e in range(shape.experts)}
+        exact, plain = (
+            reference.moe_w4a16(given["x"], words, scales, rows, top_k=1, exact=kind).view(-1, top_k, shape.n)
+            for kind in (True, False)
+        )
+        factors = given["topk_weights"].unsqueeze(-1)
+        wanted = (exact * factors).sum(dim=1)
+        allowed = (
+            reference.rms_error((plain.float() * factors).sum(dim=1).to(torch.bfloat16), wanted) if len(ids) else 0
+        )
+        error = reference.rms_error(out.cpu(), wanted) if len(ids) else 0.0
+        return (
+            [] if error <= 1.1 * allowed + 1e-9 else [f"RMS error {error:.3e}, the plain reference has {allowed:.3e}"]
+        )
+
+    def alone(given: Arguments, token: int) -> Arguments:
+        mine = slice(token * top_k, (token + 1) * top_k)
+        experts = given["topk_ids"].flatten().cpu()[mine].long()
+        return given | {
+            "x": given["x"][mine].clone(),
+            "plan": plan_of(experts, shape.experts, block_m, given["x"].device, strange=False),
+            "topk_weights": given["topk_weights"][token : token + 1].clone(),
+            "topk_ids": given["topk_ids"][token : token + 1].clone(),
+        }
+
+    return Case(
+        "moe_w4a16_combine", name, make, chord.moe_w4a16_combine, lambda given, out: [out], problems, ((0, shape.n),),
+        alone=alone, row=lambda out, token: [out[token]], prepare=chord.prepare_moe_w4a16_combine,
     )  # fmt: skip
 
 
@@ -355,6 +401,8 @@ CASES = [
     _gemm("gate_up", WeightShape(8, 256, 128, gated=True), 4, 8, weighted=False),
     _gemm("down", WeightShape(8, 192, 320), 1, 16, weighted=True),
     _gemm("invariant", WeightShape(8, 128, 192), 4, 8, weighted=True, invariant=True),
+    _combined("down", WeightShape(8, 192, 320), 4, 8),
+    _combined("invariant", WeightShape(8, 704, 128), 2, 16, invariant=True),
     _contiguous("offsets", WeightShape(8, 192, 128)),
     _contiguous("m_indices", WeightShape(4, 128, 192), indices=True),
     _contiguous("invariant", WeightShape(8, 256, 128, gated=True), swiglu=True, invariant=True),

@@ -98,8 +98,8 @@ def test_r12_a_row_does_not_depend_on_its_company(case, company, device):
             others, strangers = rows.clone(), torch.arange(tokens, device=device) != kept
             if rows.dim() == 3:  # slabs of rows
                 others[:, strangers] = float(company)
-            else:
-                others[strangers] = float(company)
+            else:  # one for a token, or one for each of its routes
+                others[strangers.repeat_interleave(rows.shape[0] // tokens)] = float(company)
             given = with_tensor(given, name, others)
         among = case.row(case.call(**given), kept)
         alone = case.row(case.call(**case.alone(given, kept)), 0)
@@ -384,7 +384,7 @@ class Recorder(TorchDispatchMode):
 def ops_of(case, tokens, device):
     """The ops that a case's public call reaches: with results of its own and with a caller's buffers."""
     given = case.make(tokens, device)
-    if "w4a16_" in case.operator and case.prepare:
+    if case.operator in ("moe_w4a16_contiguous", "moe_w4a16_masked"):
         given["zero_missing"] = True  # rows of nobody hold whatever memory held, which no two runs agree on
     recorder = Recorder()
     with recorder:

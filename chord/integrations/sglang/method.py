@@ -12,7 +12,6 @@ from sglang.srt.utils import set_weight_attrs
 
 from chord.integrations import moe, slabs
 from chord.w4a16 import PackedW4A16, WeightShape
-from chord.w4a16.rows import combine_rows
 
 
 class ChordMoEMethod(FusedMoEMethodBase):
@@ -100,8 +99,10 @@ class ChordMoEMethod(FusedMoEMethodBase):
         ids, weights = moe.routing(topk_ids, topk_weights, (ids_room, weights_room))
         plan = moe.make_plan(ids, plan_pieces, experts, experts, None)
         expected = -(-pairs // self.moe_runner_config.num_experts)
-        moe.indexed(x, w13, w2, plan, top_k, hidden, routed, expected_rows=expected, invariant=self._invariant)
-        combine_rows(routed, out, weights, ids, num_experts=experts)
+        moe.indexed(
+            x, w13, w2, plan, weights, ids, hidden, routed, out,
+            num_experts=experts, expert_map=None, expected_rows=expected, invariant=self._invariant,
+        )  # fmt: skip
 
     def _refuse(self, what: str) -> None:
         raise ValueError(f"{self.layer_name}: --quantization chord does not serve {what}; leave the option out")

@@ -208,10 +208,9 @@ class ChordIndexedExperts(ChordExperts):
         ids, weights = moe.routing(topk_ids, topk_weights, (ids_room, weights_room))
         plan = moe.make_plan(ids, plan_pieces, num_experts, self._w13.shape.experts, expert_map)
         moe.indexed(
-            x, self._w13, self._w2, plan, ids.shape[1], hidden, routed,
-            expected_rows=expected_rows, invariant=self._invariant,
+            x, self._w13, self._w2, plan, weights, ids, hidden, routed, output,
+            num_experts=num_experts, expert_map=expert_map, expected_rows=expected_rows, invariant=self._invariant,
         )  # fmt: skip
-        combine_rows(routed, output, weights, ids, num_experts=num_experts, expert_map=expert_map)
 
 
 class ChordContiguousExperts(ChordExperts):

@@ -1,11 +1,11 @@
 // From accumulators to output rows: factor, one rounding to bfloat16, transposition through shared memory, 16-byte stores.
 // Two policies: the outputs themselves, or SwiGLU of those that are interleaved gate and up rows.
 #pragma once
+#include "common/swiglu.cuh"
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/rows.cuh"
 #include "gemm/tile.cuh"
-#include "ptx/math.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
@@ -17,12 +17,6 @@ namespace gemm {
 __device__ __forceinline__ u32 output_column(const Problem& problem, u32 packed) {
     if (problem.gated == 0) return packed;
     return packed / 16 * 8 + (packed / 8 % 2) * (problem.outputs / 2);
-}
-
-// silu(gate) * up. exp2 overflows to infinity and its reciprocal to 0 where silu is 0 in float32, too.
-__device__ __forceinline__ f32 swiglu(f32 gate, f32 up) {
-    constexpr f32 kLog2E = 1.4426950408889634f;
-    return gate * ptx::reciprocal_approx_normal(1.f + ptx::exp2_approx(-kLog2E * gate)) * up;
 }
 
 // Factors of the token rows 8 i + 2 (lane % 4) and the next.

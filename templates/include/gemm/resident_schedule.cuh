@@ -2,6 +2,7 @@
 // A CTA keeps a row tile while it walks along it, so it loads few of them.
 #pragma once
 #include "common/types.cuh"
+#include "gemm/cut.cuh"
 #include "gemm/resident_tile.cuh"
 #include "gemm/rows.cuh"
 #include "ptx/math.cuh"
@@ -17,14 +18,8 @@ struct Part {
     u32 strip, strips;
 };
 
-// An expert's rows are cut evenly into the fewest tiles.
-struct EvenCut {
-    u32 tiles, tile_rows;
-    __device__ __forceinline__ EvenCut(u32 rows, u32 most) {
-        const u32 fewest = ceil_div(rows, most);
-        tile_rows = fewest > 1 ? round_up(ceil_div(rows, fewest), 8u) : rows;
-        tiles = rows > 0 ? ceil_div(rows, tile_rows) : 0;
-    }
+struct CostedCut : EvenCut {
+    using EvenCut::EvenCut;
     // Of a strip, in units of one row's share: a k16 step of 64 outputs takes about 30 clocks and 0.42 for each row.
     __device__ __forceinline__ u32 cost() const { return 72 + resident_width(tile_rows); }
 };
@@ -161,7 +156,7 @@ private:
         const u32 first = thread * each, last = smaller(first + each, window_.runs);
         u32 sum = 0, later = 0;
         for (u32 run = first; run < last; ++run) {
-            const EvenCut tiles(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_);
+            const CostedCut tiles(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_);
             sum += ceil_div(tiles.tiles, 2u) * tiles.cost();
             later += tiles.tiles / 2 * tiles.cost();
         }
@@ -185,7 +180,7 @@ private:
         later_position += half_;
         total_ += half_;
         for (u32 run = first; run < last; ++run) {
-            const EvenCut tiles(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_);
+            const CostedCut tiles(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_);
             ptx::store_shared(shared_ + T::run_tile + 4 * run, position);
             ptx::store_shared(shared_ + T::run_later + 4 * run, later_position);
             position += ceil_div(tiles.tiles, 2u) * tiles.cost();
@@ -215,7 +210,7 @@ private:
         const u64 along = u64{total_} * strips_ * cta / gridDim.x;
         const u32 whole = static_cast<u32>(along / strips_), list = list_of(whole), run = run_at(list, whole);
         const u32 begin = ptx::load_shared(list + 4 * run);
-        const u32 cost = EvenCut(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_).cost();
+        const u32 cost = CostedCut(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_).cost();
         const u32 tile = (whole - begin) / cost;
         place = begin + tile * cost;
         strip = static_cast<u32>((along - u64{place} * strips_) / cost);
@@ -225,7 +220,7 @@ private:
     __device__ __forceinline__ u32 fill(Part& part, u32 place) const {
         const u32 list = list_of(place), run = run_at(list, place);
         const u32 rows = ptx::load_shared(shared_ + T::run_rows + 4 * run);
-        const EvenCut tiles(rows, most_rows_);
+        const CostedCut tiles(rows, most_rows_);
         const u32 first_half = place < half_ ? 0 : ceil_div(tiles.tiles, 2u);
         const u32 first = ((place - ptx::load_shared(list + 4 * run)) / tiles.cost() + first_half) * tiles.tile_rows;
         part.expert = ptx::load_shared(shared_ + T::run_expert + 4 * run);

@@ -2,6 +2,7 @@
 // CTA finds the same order.
 #pragma once
 #include "common/types.cuh"
+#include "gemm/cut.cuh"
 #include "gemm/rows.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/shared.cuh"
@@ -10,15 +11,9 @@
 
 namespace gemm {
 
-// An expert's rows are cut evenly into the fewest tiles.
 template <class T>
-struct RowCut {
-    u32 tiles, tile_rows;
-    __device__ __forceinline__ explicit RowCut(u32 rows) {
-        const u32 fewest = ceil_div(rows, T::max_rows);
-        tile_rows = fewest > 1 ? round_up(ceil_div(rows, fewest), 8u) : rows;
-        tiles = rows > 0 ? ceil_div(rows, tile_rows) : 0;
-    }
+struct RowCut : EvenCut {
+    __device__ __forceinline__ explicit RowCut(u32 rows) : EvenCut(rows, T::max_rows) {}
 };
 
 // Turns `count` numbers of shared memory into the sums of those before each. By all producer threads.

@@ -1,7 +1,7 @@
 // Movements of bfloat16 rows around the GEMMs of a MoE layer. A warp takes 256 columns of a row, 8 of them a lane.
 #pragma once
+#include "common/swiglu.cuh"
 #include "common/types.cuh"
-#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 
@@ -12,8 +12,9 @@ constexpr u32 kLaneColumns = 8;
 constexpr u32 kWarpColumns = kLaneColumns * kWarp;
 constexpr u32 kBatch = 8;  // loads in flight of a lane
 
-// Which rows there are. Every pointer may be null.
+// Which rows there are. Every pointer may be null. Whatever they hold, no row but [0, num_sorted) is named.
 struct Bounds {
+    i64 num_sorted;      // rows of the sorted side that there is memory for
     const i32* row_ids;  // [rows]: where a row goes, or comes from; negative: nowhere
     const void* limit;   // one integer: rows of the sorted side at and beyond it do not exist
     i32 limit_bytes;     // 4 or 8
@@ -21,8 +22,9 @@ struct Bounds {
     u32 slab_rows;
 
     __device__ __forceinline__ i64 sorted_rows() const {
-        if (limit == nullptr) return 0x7fffffffffffffffll;
-        return limit_bytes == 8 ? *static_cast<const i64*>(limit) : *static_cast<const i32*>(limit);
+        if (limit == nullptr) return num_sorted;
+        const i64 given = limit_bytes == 8 ? *static_cast<const i64*>(limit) : *static_cast<const i32*>(limit);
+        return smaller(given, num_sorted);
     }
 
     // The other side's row of `row`, or -1.
@@ -51,12 +53,6 @@ __device__ __forceinline__ void for_each_unit(i64 units, u32 width, Body body) {
 
 __device__ __forceinline__ f32 low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ f32 high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-// silu(gate) * up, rounded once. exp2 overflows to infinity and its reciprocal to 0 where silu is 0 in float32, too.
-__device__ __forceinline__ f32 swiglu(f32 gate, f32 up) {
-    constexpr f32 kLog2E = 1.4426950408889634f;
-    return gate * ptx::reciprocal_approx_normal(1.f + ptx::exp2_approx(-kLog2E * gate)) * up;
-}
 
 __device__ __forceinline__ u32 swiglu_pair(u32 gate, u32 up) {
     return ptx::pack_bf16(swiglu(low(gate), low(up)), swiglu(high(gate), high(up)));

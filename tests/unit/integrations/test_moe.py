@@ -81,13 +81,16 @@ def test_indexed(layer, x: torch.Tensor, local: torch.Tensor | None) -> None:
     plan = moe.make_plan(ids, buffers, numbers, EXPERTS, local)
     hidden = torch.full((TOKENS * TOP_K, INTERMEDIATE), float("nan"), dtype=torch.bfloat16)
     routed = torch.full((TOKENS * TOP_K, HIDDEN), float("nan"), dtype=torch.bfloat16)
-    moe.indexed(x, layer[0], layer[1], plan, TOP_K, hidden, routed, expected_rows=3, invariant=False)
-    for pair, number in enumerate(ids.flatten().tolist()):
-        place = number if local is None or number < 0 else int(local[number])
-        if place < 0:
-            assert routed[pair].isnan().all()
-        else:
-            assert close(routed[pair : pair + 1], expert(layer, place, x[pair // TOP_K : pair // TOP_K + 1]))
+    weights, out = torch.rand(TOKENS, TOP_K), torch.full((TOKENS, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    given = (x, layer[0], layer[1], plan, weights, ids, hidden, routed, out)
+    moe.indexed(*given, num_experts=numbers, expert_map=local, expected_rows=3, invariant=False)
+    for token, routes in enumerate(ids.tolist()):
+        wanted = torch.zeros(1, HIDDEN)
+        for route, number in enumerate(routes):
+            place = number if local is None or number < 0 else int(local[number])
+            if place >= 0:
+                wanted += weights[token, route] * expert(layer, place, x[token : token + 1])
+        assert close(out[token : token + 1], wanted) or not (out[token].any() or wanted.any())
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -129,7 +132,7 @@ def test_a_cpu_has_nothing_to_load(layer) -> None:
 @pytest.mark.parametrize(
     ("operators", "around"),
     [
-        (moe.INDEXED, {"route_plan": {"block_m": moe.BLOCK_M}, "moe_combine": {}}),
+        (moe.INDEXED, {"route_plan": {"block_m": moe.BLOCK_M}, "moe_w4a16_combine": {}}),
         (moe.CONTIGUOUS, {"moe_scatter": {}, "moe_combine": {}}),
         (moe.MASKED, {}),
     ],

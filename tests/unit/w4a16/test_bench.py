@@ -6,7 +6,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chord.bench import docs, plot, report, results, timing, w4a16, w4a16_grouped, w4a16_peers, w4a16_swiglu
+from chord.bench import (
+    docs,
+    plot,
+    report,
+    results,
+    timing,
+    w4a16,
+    w4a16_combine,
+    w4a16_grouped,
+    w4a16_peers,
+    w4a16_swiglu,
+)
 from chord.bench.results import Results, Row
 from chord.w4a16.layout import WeightShape
 
@@ -54,6 +65,11 @@ def test_grouped_cells_are_those_of_the_goals():
 
 def test_swiglu_cells_share_the_weights_of_gate_up():
     assert w4a16_swiglu.cells(["tp8"]) == []
+    assert w4a16_combine.cells(["tp8", "swiglu_ep8"]) == []
+    assert [cell.plain for cell in w4a16_combine.cells(["combine_ep8_decode"])] == [
+        w4a16.Cell("ep8_decode", "down", 20),
+        w4a16.Cell("ep8_decode", "down", 50),
+    ]
     assert {cell.shape for cell in w4a16_swiglu.cells([w4a16_swiglu.SWIGLU])} == {
         w4a16.SHAPES["ep8_prefill"]["gate_up"]
     }

@@ -1,0 +1,85 @@
+// The weighted sums of each token's rows right behind the kernel that writes them: launched while that one runs, in the
+// registers that it leaves, with the first routes at hand when it ends.
+#pragma once
+#include "common/types.cuh"
+#include "moe_rows/rows.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/sync.cuh"
+
+namespace moe_rows {
+
+constexpr u32 kSumThreads = 128;
+constexpr u32 kSumColumns = 4 * kSumThreads;  // of a CTA, 8 bytes a thread: 16 would not fit beside another kernel's registers
+
+struct Sums {
+    Routes routes;
+    const bf16* rows;  // [tokens][top_k][width]
+    bf16* out;         // [tokens][width]
+    u32 tokens, top_k, width;
+};
+
+// kBatch routes of a token: which of them count, and each lane's weight.
+struct RouteBatch {
+    u32 counted;
+    f32 weight;
+    __device__ __forceinline__ RouteBatch(const Sums& given, u32 token, u32 first) {
+        const u32 route = first + threadIdx.x % kWarp, pair = token * given.top_k + route;
+        const bool here = route < first + kBatch && route < given.top_k && given.routes.here(pair);
+        weight = here ? given.routes.weights[pair] : 0.f;
+        counted = __ballot_sync(kFullWarp, here);
+    }
+};
+
+// sums += weight * row, route after route. from: this thread's columns of the batch's first row.
+__device__ __forceinline__ void add_batch(f32 (&sums)[4], const RouteBatch& batch, const bf16* from, u32 width, bool inside) {
+    uint2 values[kBatch];
+#pragma unroll
+    for (u32 i = 0; i < kBatch; ++i) {
+        values[i] = make_uint2(0, 0);
+        if ((batch.counted >> i & 1) != 0 && inside) values[i] = *reinterpret_cast<const uint2*>(from);
+        from += width;
+    }
+#pragma unroll
+    for (u32 i = 0; i < kBatch; ++i) {
+        const f32 factor = __shfl_sync(kFullWarp, batch.weight, i);
+        sums[0] += factor * low(values[i].x);
+        sums[1] += factor * high(values[i].x);
+        sums[2] += factor * low(values[i].y);
+        sums[3] += factor * high(values[i].y);
+    }
+}
+
+// out[token] = sum over its routes of weight * row, in float32 and in the order of the routes: the bits of combine. A CTA keeps
+// its columns from token to token.
+__device__ __forceinline__ void sum_behind(const Sums& given) {
+    const u32 pieces = ceil_div(given.width, kSumColumns), across = smaller(pieces, gridDim.x), stride = gridDim.x / across;
+    const u32 first_token = blockIdx.x / across;
+    if (first_token >= stride) return;  // of the CTAs that do not make up a row of pieces
+    // Routes and weights are older than the kernel in front, whose rows are not.
+    RouteBatch batch(given, first_token < given.tokens ? first_token : 0, 0);
+    ptx::grid_dependency_wait();
+    for (u32 piece = blockIdx.x - first_token * across; piece < pieces; piece += across) {
+        const u32 column = piece * kSumColumns + threadIdx.x * 4;
+        const bool inside = column < given.width;
+        u32 token = first_token, first = 0;
+        f32 sums[4] = {};
+        while (token < given.tokens) {
+            const bf16* from = given.rows + u64{token * given.top_k + first} * given.width + column;
+            add_batch(sums, batch, from, given.width, inside);
+            first += kBatch;
+            if (first >= given.top_k) {
+                if (inside) {
+                    *reinterpret_cast<uint2*>(given.out + u64{token} * given.width + column) =
+                        make_uint2(ptx::pack_bf16(sums[0], sums[1]), ptx::pack_bf16(sums[2], sums[3]));
+                }
+#pragma unroll
+                for (u32 i = 0; i < 4; ++i) sums[i] = 0.f;
+                first = 0;
+                token += stride;
+            }
+            batch = RouteBatch(given, token < given.tokens ? token : first_token, first);
+        }
+    }
+}
+
+}  // namespace moe_rows
