@@ -48,7 +48,6 @@ SLOWEST = (
     "racecheck-moe_w4a16_contiguous",
     "racecheck-fused_router.chain",
     "racecheck-fused_router.wide",
-    "racecheck-fused_router.few16",
     "racecheck-moe_w4a16",
     "racecheck-moe_w4a16_masked",
 )
