@@ -15,6 +15,7 @@
 #include "fused_router/exact_select.cuh"
 #include "fused_router/score.cuh"
 #include "fused_router/warp_select.cuh"
+#include "ptx/count.cuh"
 #include "ptx/filter.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
@@ -155,10 +156,10 @@ struct LeanSelect {
 #pragma unroll
         for (u32 i = 0; i < kWarp / 4; ++i) {
             const uint4 v = ptx::load_shared_v4(at + Scratch::kRankKeys + i * 16);
-            count_if_less(larger[0], key, v.x);
-            count_if_less(larger[1], key, v.y);
-            count_if_less(larger[0], key, v.z);
-            count_if_less(larger[1], key, v.w);
+            ptx::count_if_less(larger[0], key, v.x);
+            ptx::count_if_less(larger[1], key, v.y);
+            ptx::count_if_less(larger[0], key, v.z);
+            ptx::count_if_less(larger[1], key, v.w);
         }
         u32 above = static_cast<u32>(larger[0] + larger[1]);
         state.mine = {here && above < K, 0, own.z, __float_as_uint(weight_term(score, key))};
@@ -186,10 +187,10 @@ struct LeanSelect {
 #pragma unroll
         for (u32 i = 0; i < K / 4; ++i) {
             const uint4 v = ptx::load_shared_v4(at + i * 16);
-            count_if_less(lower[0], v.x, state.mine.id);
-            count_if_less(lower[1], v.y, state.mine.id);
-            count_if_less(lower[0], v.z, state.mine.id);
-            count_if_less(lower[1], v.w, state.mine.id);
+            ptx::count_if_less(lower[0], v.x, state.mine.id);
+            ptx::count_if_less(lower[1], v.y, state.mine.id);
+            ptx::count_if_less(lower[0], v.z, state.mine.id);
+            ptx::count_if_less(lower[1], v.w, state.mine.id);
         }
         state.mine.slot = static_cast<u32>(lower[0] + lower[1]);
     }
@@ -207,13 +208,6 @@ struct LeanSelect {
 
 private:
     static constexpr i32 STRIDE = EACH < 4 ? 4 : 8;  // places of a warp's bounds
-
-    // Adds 1 if a < b. In floating point the additions have a pipe of their own beside the comparisons.
-    static __device__ __forceinline__ void count_if_less(f32& count, u32 a, u32 b) {
-        asm("{\n\t.reg .pred p;\n\tsetp.lt.u32 p, %1, %2;\n\t@p add.f32 %0, %0, 0f3F800000;\n\t}"
-            : "+f"(count)
-            : "r"(a), "r"(b));
-    }
 
     static __device__ __forceinline__ u32 total(const State& state) {
         return state.counts.x + state.counts.y + state.counts.z + state.counts.w;
@@ -250,10 +244,10 @@ private:
 #pragma unroll
         for (u32 i = 0; i < WARPS * STRIDE; i += 4) {
             const uint4 v = ptx::load_shared_v4(s + Scratch::kBounds + i * 4);
-            count_if_less(larger[0], own, v.x);
-            count_if_less(larger[1], own, v.y);
-            count_if_less(larger[0], own, v.z);
-            if (i % STRIDE + 3 < EACH) count_if_less(larger[1], own, v.w);
+            ptx::count_if_less(larger[0], own, v.x);
+            ptx::count_if_less(larger[1], own, v.y);
+            ptx::count_if_less(larger[0], own, v.z);
+            if (i % STRIDE + 3 < EACH) ptx::count_if_less(larger[1], own, v.w);
         }
         const bool bound = lane < WARPS * STRIDE && lane % STRIDE < EACH;
         return ptx::warp_min(bound && larger[0] + larger[1] < static_cast<f32>(K) ? own : 0xffffffffu);
