@@ -45,6 +45,8 @@ class Case(NamedTuple):
     row: Callable[[Any, int], Outputs] | None = None
     """What a result says of one token."""
     prepare: Callable[..., Any] | None = None
+    others: tuple[str, ...] = ()
+    """Operators whose programs it launches, too."""
     torch_op: bool = True
     """Whether it is one for users of torch, who trace it and capture its first call."""
 
@@ -215,6 +217,7 @@ def _combined(name: str, shape: WeightShape, top_k: int, block_m: int, **more: A
     return Case(
         "moe_w4a16_combine", name, make, chord.moe_w4a16_combine, lambda given, out: [out], problems, ((0, shape.n),),
         alone=alone, row=lambda out, token: [out[token]], prepare=chord.prepare_moe_w4a16_combine,
+        others=("moe_w4a16",),
     )  # fmt: skip
 
 

@@ -342,7 +342,8 @@ try:
         result = case.call(**given)
 except CaptureError as error:
     assert "preload" in str(error), error
-    _runtime.registry().preload(case.operator)
+    for operator in (case.operator, *case.others):
+        _runtime.registry().preload(operator)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = case.call(**given)

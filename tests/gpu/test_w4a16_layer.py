@@ -88,7 +88,8 @@ def test_the_layer_compiles_to_one_graph(layer, device):
 
 
 def test_the_first_call_may_be_inside_a_capture_once_programs_are_loaded(layer, device):
-    _runtime.registry().preload("moe_w4a16")
+    for operator in ("moe_w4a16", "moe_w4a16_combine"):
+        _runtime.registry().preload(operator)
     x, weights, ids = inputs(device, tokens=7)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
