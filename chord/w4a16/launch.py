@@ -13,6 +13,7 @@ from chord._runtime import Prepared
 from chord.errors import ManifestError, NoProgramError
 from chord.registry import Kernel, PreparedLaunch
 from chord.registry.schema import Program
+from chord.router.validate import check_int
 from chord.w4a16.layout import LAYOUT_VERSION, WeightShape
 
 OPERATOR = "moe_w4a16"
@@ -225,6 +226,7 @@ def route_intervals(
     WeightShape(experts, n, k)
     fixed = {"n": n, "k": k, "experts": experts}
     if most_rows is not None:
+        check_int("most_rows", most_rows, 0)
         fixed["most_rows"] = min(most_rows, MAX_EXPERT_ROWS)
     found = []
     for route in _runtime.operator(operator).routes.get(arch, ()):
