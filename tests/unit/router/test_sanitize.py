@@ -126,9 +126,9 @@ def test_jobs_run_with_a_log_and_an_end(tmp_path):
 
 def test_lists_need_no_gpu(capsys, monkeypatch):
     words = ["sanitize", "--list", "--arch", "sm_90a", "--only"]
-    monkeypatch.setattr(sys, "argv", [*words, "racecheck-fused_router.few?*"])
+    monkeypatch.setattr(sys, "argv", [*words, "racecheck-fused_router.few8"])
     assert sanitize.main() == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 1
     monkeypatch.setattr(sys, "argv", [*words, "nothing"])
     assert sanitize.main() == 2
 
