@@ -23,6 +23,7 @@ from chord.checks.w4a16 import gemm_case
 from chord.registry import PreparedLaunch
 from chord.router import PreparedFusedRouter, allocate_route_plan, fused_router, prepare_fused_router
 from chord.w4a16 import PreparedMoeW4A16, WeightShape, moe_w4a16, prepare_moe_w4a16
+from chord.w4a16.api import ClearedFirst
 
 AnyPrepared = PreparedFusedRouter | PreparedMoeW4A16
 
@@ -71,10 +72,25 @@ class FirstCall(NamedTuple):
 
 
 def bare_launch(prepared: AnyPrepared) -> Callable[[], object]:
-    """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream."""
-    launch = prepared.launch
+    """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream.
+
+    What clears its output first does so here, too: torch does that. Raises TypeError where no kernel is launched.
+    """
+    launch: object = prepared.launch
+    if not isinstance(launch, ClearedFirst):
+        return _driver_calls(launch, prepared.program)
+    clear, behind = launch.rows.zero_, _driver_calls(launch.launched, prepared.program)
+
+    def cleared() -> None:
+        clear()
+        behind()
+
+    return cleared
+
+
+def _driver_calls(launch: object, program: str) -> Callable[[], object]:
     if not isinstance(launch, PreparedLaunch):
-        raise TypeError(f"prepared: expected a launch on a GPU, got {prepared.program}")
+        raise TypeError(f"prepared: expected a launch of kernels on a GPU, got one of {program or 'nothing'}")
     call, calls = launch.driver_calls(_runtime.raw_stream(torch.cuda.current_device()))
     if len(calls) == 1:
         config, function, parameters, extra = calls[0]

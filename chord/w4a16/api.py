@@ -102,7 +102,7 @@ def moe_w4a16(
 
 
 class PreparedMoeW4A16:
-    """A W4A16 GEMM bound to its buffers: calling it launches the kernel again on torch's current stream.
+    """A W4A16 GEMM bound to its buffers: calling it launches the kernels again on torch's current stream.
 
     A call reads x, the plan and row_weight as they are then and writes `out`; it allocates nothing and synchronises
     nothing. Made by `chord.prepare_moe_w4a16`. One instance must not run on two streams at once: both runs would write
@@ -165,19 +165,22 @@ def prepare_moe_w4a16(
     else:
         prepared = Prepared(lambda: None, "")
     if zero_missing:
-        prepared = prepared._replace(launch=cleared_first(out, prepared.launch))
+        prepared = prepared._replace(launch=ClearedFirst(out, prepared.launch))
     return PreparedMoeW4A16(prepared, out)
 
 
-def cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable[[], None]:
+class ClearedFirst:
     """A launch that zeroes its output before."""
-    rows = out.detach()
 
-    def call() -> None:
-        rows.zero_()
-        launched()
+    __slots__ = ("launched", "rows")
 
-    return call
+    def __init__(self, out: torch.Tensor, launched: Callable[[], object]) -> None:
+        self.rows = out.detach()
+        self.launched = launched
+
+    def __call__(self) -> None:
+        self.rows.zero_()
+        self.launched()
 
 
 def check_no_program(program: str | None) -> None:
