@@ -7,6 +7,8 @@ outside a plan's valid extent touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from chord.router import reference
@@ -154,6 +156,19 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def differing(names: Sequence[str], mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> list[str]:
+    """Names of the tensors that have not the same bits. Reads back once, however many there are."""
+    pairs = list(zip(names, mine, theirs, strict=True))
+    alike = [(a.shape, a.dtype) == (b.shape, b.dtype) for _, a, b in pairs]
+    flags = [(_bits(a) != _bits(b)).any() for (_, a, b), same in zip(pairs, alike, strict=True) if same]
+    differ = iter(torch.stack(flags).tolist() if flags else ())
+    return [name for (name, _, _), same in zip(pairs, alike, strict=True) if not same or next(differ)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
 
 
 def _shown(value: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from chord import _runtime
-from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poison, poisoned_plan, same_bits
+from chord.checks.compare import POISON, check_ids, check_plan, check_weights, differing, poison, poisoned_plan
 from chord.checks.graphs import graphed
 from chord.checks.inputs import RouterCase
 from chord.router import (
@@ -230,15 +230,16 @@ def verdict(case: RouterCase, settings: Settings, written: Buffers, right: Buffe
     if right is None:
         return router_problems(case, settings, written)
     return [
-        f"the bits of {field} differ from those of a program that was right"
-        for field, mine, theirs in zip(
-            ("topk_weights", "topk_ids", *RoutePlan._fields),
-            (written.topk_weights, written.topk_ids, *written.plan),
-            (right.topk_weights, right.topk_ids, *right.plan),
-            strict=True,
-        )
-        if not same_bits(mine, theirs)
+        f"the bits of {field} differ from those of a program that was right" for field in differences(written, right)
     ]
+
+
+def differences(mine: Buffers, theirs: Buffers) -> list[str]:
+    """Names of the outputs that have not the same bits."""
+    names = ("topk_weights", "topk_ids", *RoutePlan._fields)
+    return differing(
+        names, (mine.topk_weights, mine.topk_ids, *mine.plan), (theirs.topk_weights, theirs.topk_ids, *theirs.plan)
+    )
 
 
 def _described(settings: Settings) -> str:
