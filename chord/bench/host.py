@@ -155,11 +155,15 @@ def first_call(tokens: int, num_experts: int = 896, top_k: int = 16) -> FirstCal
 def run(
     *,
     launches: int = 10_000,
-    processes: int = 5,
+    processes: int = 3,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
+    save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
-    """The "host" suite on the current GPU: one row per way to launch and token count."""
+    """The "host" suite on the current GPU: one row per way to launch and token count, after each of which progress and
+    save are called. The rows of fresh processes, one after the other, come last: `processes` for a first call, and
+    after preload at most two, which take many samples each.
+    """
     results = describe_run("host", METHOD, "none", 0, {}, commit)
 
     def add(scenario: str, tokens: int, program: str, samples: list[float]) -> None:
@@ -176,6 +180,7 @@ def run(
         )
         results.rows.append(row)
         progress(row)
+        save(results)
 
     for tokens in (1, 16, 300, 2048):
         _add_launches(tokens, launches, add)
@@ -184,14 +189,20 @@ def run(
     add("first_call", 1, "", [first.call_us for first in firsts])
     add("import", 1, "", [first.import_us for first in firsts])
     for operator, tokens in preloaded.OPERATORS.items():
-        found = [preloaded.in_a_fresh_process(operator) for _ in range(max(1, processes // 2))]
-        name = "preloaded" if operator == "fused_router" else "w4a16_preloaded"
-        others = [times for process in found for times in process.programs.values()]
-        add(f"{name}_first_after_pause", tokens, "", [process.first_after_pause_us for process in found])
-        add(f"{name}_used_after_pause", tokens, "", [process.used_after_pause_us for process in found])
-        add(f"{name}_first_among_others", tokens, "", [first for first, _ in others])
-        add(f"{name}_steady", tokens, "", [steady for _, steady in others])
+        _add_preloaded(operator, tokens, min(2, processes), add)
     return results
+
+
+def _add_preloaded(
+    operator: str, tokens: int, processes: int, add: Callable[[str, int, str, list[float]], None]
+) -> None:
+    found = [preloaded.in_a_fresh_process(operator) for _ in range(processes)]
+    name = "preloaded" if operator == "fused_router" else "w4a16_preloaded"
+    others = [times for process in found for times in process.programs.values()]
+    add(f"{name}_first_after_pause", tokens, "", [process.first_after_pause_us for process in found])
+    add(f"{name}_used_after_pause", tokens, "", [process.used_after_pause_us for process in found])
+    add(f"{name}_first_among_others", tokens, "", [first for first, _ in others])
+    add(f"{name}_steady", tokens, "", [steady for _, steady in others])
 
 
 def _add_launches(tokens: int, launches: int, add: Callable[[str, int, str, list[float]], None]) -> None:

@@ -119,12 +119,20 @@ def bench_layer(
     _write(found, out, part)
 
 
-def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
-    """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
+def bench_host(
+    out: Out = Path("bench/results"),
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes whose first call is timed.")] = 3,
+    commit: Commit = None,
+) -> None:
+    """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process.
+
+    Takes about 30 seconds, most of them the starts of fresh processes (3 to 4 each; seven by default); the results file
+    is written after each row.
+    """
     require_gpu()
     from chord.bench.host import run
 
-    _write(run(commit=commit, progress=_print_row), out)
+    _write(run(processes=processes, commit=commit, progress=_print_row, save=_saver(out)), out)
 
 
 def bench_docs(
