@@ -196,7 +196,7 @@ def run(
 def _add_preloaded(
     operator: str, tokens: int, processes: int, add: Callable[[str, int, str, list[float]], None]
 ) -> None:
-    found = [preloaded.in_a_fresh_process(operator) for _ in range(processes)]
+    found = preloaded.in_fresh_processes(operator, processes)
     name = "preloaded" if operator == "fused_router" else "w4a16_preloaded"
     others = [times for process in found for times in process.programs.values()]
     add(f"{name}_first_after_pause", tokens, "", [process.first_after_pause_us for process in found])

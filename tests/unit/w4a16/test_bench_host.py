@@ -23,14 +23,14 @@ def measured(monkeypatch):
         done.append("first_call")
         return host.FirstCall(80.0, 40.0, False)
 
-    def fresh(operator):
-        done.append(operator)
-        return FIRST
+    def fresh(operator, count):
+        done.extend([operator] * count)
+        return [FIRST] * count
 
     monkeypatch.setattr(host, "_add_launches", launches)
     monkeypatch.setattr(host, "_add_w4a16_launches", lambda count, add: launches(4, count, add))
     monkeypatch.setattr(host, "first_call", first)
-    monkeypatch.setattr(preloaded, "in_a_fresh_process", fresh)
+    monkeypatch.setattr(preloaded, "in_fresh_processes", fresh)
     monkeypatch.setattr(results.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     return done
 
@@ -46,12 +46,21 @@ def test_every_row_is_saved_when_it_is_there_and_fresh_processes_come_last(measu
 
 
 def test_an_interrupted_run_has_saved_what_was_measured(measured, monkeypatch, tmp_path):
-    def killed(operator):
+    def killed(operator, count):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preloaded, "in_a_fresh_process", killed)
+    monkeypatch.setattr(preloaded, "in_fresh_processes", killed)
     path = tmp_path / "host.json"
     with pytest.raises(KeyboardInterrupt):
         host.run(processes=1, commit="c", save=lambda sofar: results.write(sofar, path))
     assert [row.scenario for row in results.read(path).rows] == ["prepared"] * 5 + ["first_call", "import"]
     assert measured.count("first_call") == 1
+
+
+def test_a_forks_output_and_failure_reach_its_parent(capfd):
+    preloaded.forked(lambda: print("from the fork"))
+    with pytest.raises(ChildProcessError, match="ended with 1"):
+        preloaded.forked(lambda: 1 // 0)
+    said = capfd.readouterr()
+    assert said.out == "from the fork\n"
+    assert "ZeroDivisionError" in said.err
