@@ -8,10 +8,18 @@ import re
 import pytest
 import torch
 
-from chord.checks import compare
+from chord.checks import compare, router
 from chord.checks.compare import POISON, check_ids, check_plan, check_weights, differing, same_bits
 from chord.checks.inputs import ADVERSARIES, adversarial_case, mixed_batch, normal_case
-from chord.checks.router import Settings, check_route_plan, check_router, router_problems, run_prepared, spacious_plan
+from chord.checks.router import (
+    Settings,
+    check_route_plan,
+    check_router,
+    check_router_with,
+    router_problems,
+    run_prepared,
+    spacious_plan,
+)
 from chord.router import reference
 
 CPU = torch.device("cpu")
@@ -148,3 +156,17 @@ def test_one_copy_takes_a_plan_to_the_host(expert_map):
     copied = compare._on_host(plan, ids, expert_map)
     assert check_plan(copied[0], copied[1], 48, 8, copied[2]) == []
     assert all(torch.equal(a, b) for a, b in zip(copied[0], plan, strict=True))
+
+
+def test_ids_and_weights_that_were_right_are_judged_once(monkeypatch):
+    case, judged = normal_case(33, 384, torch.float32, CPU), []
+    monkeypatch.setattr(router, "check_ids", lambda *given: judged.append(given) or check_ids(*given))
+    several = [Settings(8), Settings(16, local_experts=range(9)), Settings(8, False, 2.5), Settings(24)]
+    assert check_router_with(case, several) == []
+    assert len(judged) == 2, "once a way to weight"
+    right = run_prepared(case, several[0])
+    for change, message in FAULTS.values():
+        written = run_prepared(case, several[0])
+        change(written)
+        problems = router_problems(case, several[0], written, right)
+        assert any(re.search(message, problem) for problem in problems), problems
