@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("default"))  # torch's own warnings are not ours to forbid
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_captures():
+    """torch.cuda.graph collects garbage before each capture, and would look through all of torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
