@@ -52,7 +52,8 @@ def qualify_in_processes(
 ) -> list[Verdict]:
     """As qualify_all, `jobs` processes at a time; progress gets each verdict when its process has it.
 
-    Raises ChordError with the output of a process that fails. However it ends, its processes end with it.
+    Raises ChordError with the output of processes that failed, once the others are done. However it ends, its processes
+    end with it.
     """
     plan = shards(_runtime.registry().programs(arch=_runtime.architecture(device)), only)
     found: list[Verdict] = []
@@ -63,19 +64,22 @@ def qualify_in_processes(
             for names in plan:
                 words = ["--only", ",".join(names), "--device", str(device), *(["--tiny"] if tiny else [])]
                 pool.submit(running.run, words, news.put).add_done_callback(news.put)
-            ended = 0
-            while ended < len(plan):
+            left, failures = len(plan), []
+            while left:
                 new = news.get()
-                if isinstance(new, Future):
-                    new.result()
-                    ended += 1
-                else:
+                if isinstance(new, Verdict):
                     found.append(new)
                     progress(new)
+                    continue
+                left -= 1
+                if error := new.exception():
+                    failures.append(error)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             running.end()
             raise
+    if failures:
+        raise ChordError("\n".join(map(str, failures))) from failures[0]
     return sorted(found)
 
 
