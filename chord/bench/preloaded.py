@@ -53,7 +53,12 @@ class FirstLaunches(NamedTuple):
 
 
 def measure(operator: str) -> FirstLaunches:
-    """Takes the measurements on the current GPU. The process must not have launched anything of chord's."""
+    """Takes the measurements on the current GPU. The process must not have launched anything of chord's.
+
+    Raises ValueError for anything but one of OPERATORS.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator: expected one of {', '.join(OPERATORS)}, got {operator!r}")
     torch.set_num_threads(1)
     prepare = _router_launches() if operator == "fused_router" else _gemm_launches()
     torch.cuda.synchronize()
@@ -141,4 +146,6 @@ def _compilers() -> set[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m chord.bench.preloaded {'|'.join(OPERATORS)}")
     print(json.dumps(measure(sys.argv[1])._asdict()))

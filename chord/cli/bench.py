@@ -120,7 +120,7 @@ def bench_layer(
 
 
 def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
-    """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
+    """Time launches on the host: bare, prepared and eager; a process's first call, and first ones after preload."""
     require_gpu()
     from chord.bench.host import run
 
