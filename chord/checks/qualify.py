@@ -132,7 +132,7 @@ def tiny_trials(program: Program, counts: tuple[int, ...] | None = None, brief: 
     host, launches = torch.device("cpu"), (1,) if brief else (2,)
     sizes = tiny_counts(program) if counts is None else _sizes(program, counts, 0)
     for tokens in sizes[-1:] if brief else sizes:
-        yield Trial(mixed_batch(tokens, experts, dtype, host), Settings(block_m), launches=launches)
+        yield Trial(mixed_batch(tokens, experts, dtype, host, biased=False), Settings(block_m), launches=launches)
         settings = Settings(block_m, False, 2.5, local_experts=range(experts // 8, experts // 4))
         yield Trial(normal_case(tokens, experts, dtype, host, seed=1), settings, launches=launches)
 
