@@ -91,9 +91,10 @@ def cells(scenarios: Iterable[str] | None = None, tokens: Iterable[int] | None =
         for count in every
         if counts is None or count in counts
     ]
-    if not found:
+    unknown = (counts or set()).difference(*(TOKENS[scenario] for scenario in chosen))
+    if unknown or not found:
         known = {scenario: TOKENS[scenario] for scenario in sorted(chosen)}
-        raise ValueError(f"tokens: expected some of {known}, got {sorted(counts or ())}")
+        raise ValueError(f"tokens: expected some of {known}, got {sorted(unknown)}")
     return found
 
 
@@ -162,9 +163,7 @@ def draw_work(cell: Cell, hidden: int, device: torch.device | str = "cuda") -> L
     return LayerWork(logits, bias, x, expert_map)
 
 
-def measure_cell(
-    cell: Cell, weights: Weights, timer: EventTimer, peers: HummingChains | None, samples: int
-) -> Row:  # fmt: skip
+def measure_cell(cell: Cell, weights: Weights, timer: EventTimer, peers: HummingChains | None, samples: int) -> Row:
     """One row: chord's chains and the peers', on the same tokens and weights."""
     work = draw_work(cell, weights.w13.shape.k)
     right = reference_rows(work, weights.checkpoint)

@@ -1,6 +1,7 @@
 """What a program's first launch costs the host once it is preloaded, beside launches of programs in use.
 
-`python -m chord.bench.preloaded OPERATOR COUNT` measures it in so many fresh processes and prints a line of JSON each.
+`python -m chord.bench.preloaded OPERATOR [COUNT]` measures it in so many fresh processes, by default one, and prints a line
+of JSON each.
 A launch after a pause costs many times a launch among others, of whatever program: so each first launch is held
 against the same launch of a program in use, in the same state of host and GPU.
 """
@@ -55,7 +56,12 @@ class FirstLaunches(NamedTuple):
 
 
 def measure(operator: str) -> FirstLaunches:
-    """Takes the measurements on the current GPU. The process must not have launched anything of chord's."""
+    """Takes the measurements on the current GPU. The process must not have launched anything of chord's.
+
+    Raises ValueError for anything but one of OPERATORS.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator: expected one of {', '.join(OPERATORS)}, got {operator!r}")
     torch.set_num_threads(1)
     prepare = _router_launches() if operator == "fused_router" else _gemm_launches()
     torch.cuda.synchronize()
@@ -170,5 +176,8 @@ def _compilers() -> set[str]:
 
 
 if __name__ == "__main__":
-    for _ in range(int(sys.argv[2])):
-        forked(lambda: print(json.dumps(measure(sys.argv[1])._asdict())))
+    words = sys.argv[1:] if sys.argv[2:] else [*sys.argv[1:], "1"]
+    if len(words) != 2 or not words[1].isdecimal():
+        sys.exit(f"usage: python -m chord.bench.preloaded {'|'.join(OPERATORS)} [COUNT]")
+    for _ in range(int(words[1])):
+        forked(lambda: print(json.dumps(measure(words[0])._asdict())))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from chord.bench import vllm_layers as layers
+from chord.bench.layer import MOST_ERROR, MOST_PEER_ERROR
 from chord.bench.peers import from_wheel
 from chord.bench.results import Results, Row, describe_run
 from chord.bench.stats import summarize
@@ -23,10 +24,6 @@ from chord.bench.timing import EventTimer
 TOKENS = (1, 8, 64, 512, 4096)
 KIMI: dict[str, Any] = {"experts": 384, "top_k": 8, "hidden": 7168, "intermediate": 2048}
 SPLITS: dict[str, dict[str, Any]] = {"vllm_tp8": {"tp": (0, 8)}, "vllm_ep8": {"ep": (3, 8)}}
-MOST_ERROR = 5e-3
-"""Relative error of chord's output."""
-MOST_PEER_ERROR = 1e-2
-"""The same for peers: Humming may round partial sums, too (stream-K)."""
 METHOD = (
     "CUDA events around replays of a graph of the experts' apply, cold L2 (256 MB read before every replay), subjects"
     " in turn on a warm board; vLLM's own classes, loading and routing operators"

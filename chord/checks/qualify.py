@@ -168,7 +168,7 @@ def tiny_trials(program: Program, counts: tuple[int, ...] | None = None, brief: 
     host, launches = torch.device("cpu"), (1,) if brief else (2,)
     sizes = tiny_counts(program) if counts is None else _sizes(program, counts, 0)
     for tokens in sizes[-1:] if brief else sizes:
-        yield Trial(_made(mixed_batch, tokens, experts, dtype, host), Settings(block_m), launches=launches)
+        yield Trial(_made(_unbiased_batch, tokens, experts, dtype, host), Settings(block_m), launches=launches)
         settings = Settings(block_m, False, 2.5, local_experts=range(experts // 8, experts // 4))
         yield Trial(_made(_another_case, tokens, experts, dtype, host), settings, launches=launches)
 
@@ -179,6 +179,10 @@ def tiny_counts(program: Program) -> list[int]:
     if program.num_tokens is None and limit is not None and limit <= TINY_LIMIT:
         return [0, limit // 2 + 1, limit]
     return _sizes(program, TINY_CHUNKS if limit is None else TINY_COUNTS[1:], 0)
+
+
+def _unbiased_batch(tokens: int, experts: int, dtype: torch.dtype, device: torch.device) -> RouterCase:
+    return mixed_batch(tokens, experts, dtype, device, biased=False)
 
 
 def _another_case(tokens: int, experts: int, dtype: torch.dtype, device: torch.device) -> RouterCase:

@@ -124,7 +124,7 @@ def bench_host(
     processes: Annotated[int, typer.Option(min=1, help="Fresh processes whose first call is timed.")] = 3,
     commit: Commit = None,
 ) -> None:
-    """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process.
+    """Time launches on the host: bare, prepared and eager; a process's first call, and first ones after preload.
 
     Takes about 30 seconds, most of them the starts of fresh processes (3 to 4 each; seven by default); the results file
     is written after each row.

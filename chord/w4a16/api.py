@@ -82,18 +82,9 @@ def moe_w4a16(
         pairs = x.shape[0] * top_k
         check_plan_values(*blocks, block_m=block_m, num_experts=shape.experts, num_pairs=pairs)
     arguments = (
-        x,
-        packed.data,
-        *blocks,
-        row_weight,
-        shape.gated,
-        top_k,
-        block_m,
-        expected_rows,
-        invariant,
-        zero_missing,
-        swiglu,
-    )
+        x, packed.data, *blocks, row_weight, shape.gated, top_k, block_m, expected_rows,
+        invariant, zero_missing, swiglu,
+    )  # fmt: skip
     if out is None:
         result: torch.Tensor = torch.ops.chord.moe_w4a16.default(*arguments)
         return result

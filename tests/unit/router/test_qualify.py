@@ -71,6 +71,15 @@ def test_tiny_trials_run_and_are_judged_on_the_host(stand_in):
     assert any("topk_weights" in problem for problem in problems)
 
 
+def test_tiny_trials_have_ties_at_the_boundary():
+    """Equal scores at the K-th place, too few for the exact path: a branch that only such rows take."""
+    program = PROGRAMS["fused_router.few32.e384.k8.bf16.bm8"]
+    case = next(qualify.tiny_trials(program, brief=True)).case
+    ranked = (case.logits.float().sigmoid() + case.bias).sort(dim=1, descending=True).values
+    equal = (ranked == ranked[:, 7:8]).sum(1)
+    assert ((ranked[:, 7] == ranked[:, 8]) & (equal < 32)).any()
+
+
 def test_programs_are_held_against_one_that_was_right(stand_in):
     stand_in.update({"wrong", "late"})
     case = mixed_batch(9, 384, torch.float32, CPU)

@@ -31,6 +31,8 @@ def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
         layer.cells(["dense"])
     with pytest.raises(ValueError, match=r"tokens: expected some of .* got \[7\]"):
         layer.cells(["tp8"], [7])
+    with pytest.raises(ValueError, match=r"tokens: expected some of .* got \[7\]"):
+        layer.cells(["tp8"], [1024, 7])
 
 
 def test_every_route_of_an_expert_parallel_cell_is_of_its_rank():
