@@ -1,9 +1,8 @@
 """What a program's first launch costs the host once it is preloaded, beside launches of programs in use.
 
-`python -m chord.bench.preloaded OPERATOR [COUNT]` measures it in so many fresh processes, by default one, and prints a line
-of JSON each.
-A launch after a pause costs many times a launch among others, of whatever program: so each first launch is held
-against the same launch of a program in use, in the same state of host and GPU.
+`python -m chord.bench.preloaded OPERATOR [COUNT]` measures it in so many fresh processes, by default one, and prints a
+line of JSON each. A launch after a pause costs many times a launch among others, of whatever program: so each first
+launch is held against the same launch of a program in use, in the same state of host and GPU.
 """
 
 from __future__ import annotations
