@@ -16,7 +16,7 @@ import torch
 
 from chord import _runtime
 from chord.bench import preloaded
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.checks.inputs import SELECTIONS, normal_case
 from chord.checks.w4a16 import gemm_case
@@ -165,22 +165,22 @@ def run(
     after preload at most two, which take many samples each.
     """
     results = describe_run("host", METHOD, "none", 0, {}, commit)
+    record = recorder(results, progress, save)
 
     def add(scenario: str, tokens: int, program: str, samples: list[float]) -> None:
         summary = summarize(samples)
-        row = Row(
-            scenario=scenario,
-            tokens=tokens,
-            block_m=8,
-            program=program,
-            samples=summary.samples,
-            us=summary.median,
-            p10=summary.p10,
-            p90=summary.p90,
+        record(
+            Row(
+                scenario=scenario,
+                tokens=tokens,
+                block_m=8,
+                program=program,
+                samples=summary.samples,
+                us=summary.median,
+                p10=summary.p10,
+                p90=summary.p90,
+            )
         )
-        results.rows.append(row)
-        progress(row)
-        save(results)
 
     for tokens in (1, 16, 300, 2048):
         _add_launches(tokens, launches, add)

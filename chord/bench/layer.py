@@ -15,7 +15,7 @@ import torch
 
 from chord import _runtime
 from chord.bench.layer_peers import TOP_K, Chain, HummingChains, LayerWeights, LayerWork
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, cubin_of, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16 import BLOCK_M, LONG_TOKENS, PREFILL_TOKENS, SHAPES
@@ -117,7 +117,7 @@ def run(
     every = cells(scenarios, tokens)
     chains = None if peers is None else HummingChains(peers)
     results = describe_run("layer", METHOD, "read", steady_ms, chains.versions if chains else {}, commit)
-    timer = EventTimer(steady_ms)
+    add, timer = recorder(results, progress, save), EventTimer(steady_ms)
     weights: Weights | None = None
     for cell in every:
         shapes = tuple(SHAPES[cell.scenario].values())
@@ -126,10 +126,7 @@ def run(
             if chains is not None:
                 chains.forget()
             weights = make_weights(cell.scenario)
-        row = measure_cell(cell, weights, timer, chains, samples)
-        results.rows.append(row)
-        progress(row)
-        save(results)
+        add(measure_cell(cell, weights, timer, chains, samples))
     return results
 
 
@@ -268,11 +265,3 @@ def combine_program(out: torch.Tensor) -> str:
     arch = _runtime.architecture(out.device.index)
     units = out.shape[0] * -(-out.shape[1] // UNIT_COLUMNS)
     return _runtime.registry().lookup(SUMS, arch, {"num_units": units}).program_name
-
-
-def cubin_of(program: str, device: torch.device) -> str:
-    """SHA-256 of the bytes that a program runs as on a device; empty on a CPU."""
-    if device.type != "cuda":
-        return ""
-    operator = _runtime.operator(program.partition(".")[0])
-    return operator.programs[program].builds[_runtime.architecture(device.index)].cubin_sha256

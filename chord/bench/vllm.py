@@ -17,7 +17,7 @@ import torch
 from chord.bench import vllm_layers as layers
 from chord.bench.layer import MOST_ERROR, MOST_PEER_ERROR
 from chord.bench.peers import from_wheel
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 
@@ -82,7 +82,7 @@ def run(
         from_wheel(peers, "humming", "humming_kernels")
         versions["humming"] = metadata.version("humming-kernels")
     results = describe_run("layer", METHOD, "read", steady_ms, versions, commit)
-    timer = EventTimer(steady_ms)
+    add, timer = recorder(results, progress, save), EventTimer(steady_ms)
     for split in SPLITS if scenarios is None else scenarios:
         subjects = [*CHORD[split], *(HUMMING[split] if peers is not None else [])]
         made, weights = {}, None
@@ -90,10 +90,7 @@ def run(
             made[subject.name], weights = make(subject, split)
         assert weights is not None  # noqa: S101 - there is always a subject
         for count in tokens:
-            row = measure(made, weights, split, count, timer, samples)
-            results.rows.append(row)
-            progress(row)
-            save(results)
+            add(measure(made, weights, split, count, timer, samples))
     return results
 
 

@@ -70,7 +70,7 @@ def moe_w4a16_combine(
     if out is None and routed is None:
         result: torch.Tensor = torch.ops.chord.moe_w4a16_combine.default(*arguments)
         return result
-    routed, out = _outputs(arguments, routed, out)
+    routed, out = _outputs(arguments, packed.shape.n, routed, out)
     torch.ops.chord.moe_w4a16_combine_out.default(*arguments, routed, out)
     return out
 
@@ -110,7 +110,7 @@ def prepare_moe_w4a16_combine(
         {"routed": routed, "out": out},
     )
     shape = combine_ops.check(arguments)
-    routed, out = _outputs(arguments, routed, out)
+    routed, out = _outputs(arguments, shape.n, routed, out)
     combine_ops.check_outputs(arguments, shape, routed, out)
     if not x.is_cuda:
         check_no_program(program)
@@ -122,10 +122,9 @@ def prepare_moe_w4a16_combine(
 
 
 def _outputs(
-    arguments: Arguments, routed: torch.Tensor | None, out: torch.Tensor | None
+    arguments: Arguments, columns: int, routed: torch.Tensor | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those that are given, and new ones."""
-    columns = combine_ops.check(arguments).n
+    """Those that are given, and new ones of `columns`."""
     rows = arguments.topk_ids.shape
     if routed is None:
         routed = arguments.x.new_empty(rows.numel(), columns)

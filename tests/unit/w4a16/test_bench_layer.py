@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chord.bench import layer, layer_peers
+from chord.bench import layer, layer_peers, results
 from chord.bench.layer_peers import Chain, HummingChains, LayerWeights
 from chord.checks.w4a16 import checkpoint
 from chord.w4a16 import WeightShape, pack_w4a16
@@ -59,7 +59,7 @@ def test_chords_chains_are_the_layer(scenario, experts):
         assert layer.output_problem(chain.out, right) == ""
         assert "relative error of a token" in layer.output_problem(chain.out.roll(1, 0), right)
         assert set(chain.programs) == {"reference"}
-        assert layer.cubin_of("reference", chain.out.device) == ""
+        assert results.cubin_of("reference", chain.out.device) == ""
 
 
 def stubbed(monkeypatch, peers, late=()):
