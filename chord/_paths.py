@@ -22,4 +22,12 @@ def store_of(root: Path) -> Path:
     """The cubin store of the registry in `root`: build/out/cubins as `chord build` leaves it, else cubins."""
     built = root / "build" / "out" / "cubins"
     flat = root / "cubins"
-    return flat if flat.is_dir() and not built.is_dir() else built
+    return flat if _is_folder(flat) and not _is_folder(built) else built
+
+
+def _is_folder(path: Path) -> bool:
+    """Path.is_dir raises where it may not look."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False

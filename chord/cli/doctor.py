@@ -13,7 +13,14 @@ import typer
 from chord import _settings
 from chord._version import __version__
 from chord.cli._output import Json, RegistryPath, missing_extra, open_registry, print_json, print_table
-from chord.errors import ChordError, DamagedCompilerError, ReceiptError, ToolchainError, UnsupportedDeviceError
+from chord.errors import (
+    ChordError,
+    DamagedCompilerError,
+    ReceiptError,
+    ToolchainError,
+    UnsupportedDeviceError,
+    VerificationError,
+)
 from chord.registry import Registry
 from chord.registry.architectures import ordered
 from chord.registry.driver import Driver
@@ -70,15 +77,20 @@ def _registry_checks(path: str | None) -> tuple[Registry | None, list[Check]]:
         return None, [Check("registry", "failed", str(error))]
     info = opened.manifest.registry
     where = f"{info.version}, serial {info.serial}, in {opened.root} (from {opened.source}), manifest {opened.digest}"
-    report = opened.verify()
+    checks = [Check("registry", "ok", where), _store_check(opened), _proof_check(opened), _receipt_check(opened)]
+    return opened, checks
+
+
+def _store_check(opened: Registry) -> Check:
+    try:
+        report = opened.verify()
+    except VerificationError as error:
+        return Check("cubins", "failed", str(error))
     if report.ok:
-        store = Check("cubins", "ok", f"{report.checked} verified in {opened.store.root}")
-    else:
-        found = ", ".join(f"{report.count(kind)} {kind}" for kind in ("missing", "mismatch", "unlisted"))
-        store = Check(
-            "cubins", "failed", f"{report.checked} named, {found}", "chord verify lists them; chord build restores them"
-        )
-    return opened, [Check("registry", "ok", where), store, _proof_check(opened), _receipt_check(opened)]
+        return Check("cubins", "ok", f"{report.checked} verified in {opened.store.root}")
+    found = ", ".join(f"{report.count(kind)} {kind}" for kind in ("missing", "mismatch", "unlisted"))
+    advice = "chord verify lists them; chord build restores them"
+    return Check("cubins", "failed", f"{report.checked} named, {found}", advice)
 
 
 def _proof_check(opened: Registry) -> Check:

@@ -19,7 +19,10 @@ RECORD_BYTES = 16 << 20
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
     """A file's content. Raises OSError, its `strerror` in words, for what is no file or larger than `most_bytes`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe under that name must not block us
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block us
+    except ValueError as error:  # a NUL in the name
+        raise OSError(0, f"no name of a file: {error}", str(path)) from error
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -37,6 +40,15 @@ def decode_json(data: bytes, kind: type[T]) -> T:
         raise ValueError(str(error)) from error
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def version_in(data: bytes, field: str) -> int | None:
+    """The number that a document says its form has; None where it says none that could be read."""
+    try:
+        found = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(field)
+        return None if found is None else msgspec.json.decode(found, type=int)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def canonical_json(document: object) -> bytes:

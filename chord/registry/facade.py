@@ -112,11 +112,12 @@ class Registry:
         Raises SettingsError, PinMismatchError, LockError, SignatureError or ManifestError.
         """
         settings = _settings.read()
-        root, source = (Path(path), path_name) if path is not None else _locate(settings)
+        given = _path(path, path_name)
+        root, source = (given, path_name) if given is not None else _locate(settings)
         demands = Demands.gather(
-            settings, root, pin=pin, lock=_path(lock), key=_path(key), relock=relock, resign=resign
+            settings, root, pin=pin, lock=_path(lock, "lock"), key=_path(key, "key"), relock=relock, resign=resign
         )
-        named = settings.receipts if receipts is None else Path(receipts)
+        named = settings.receipts if receipts is None else _path(receipts, "receipts")
         if named is not None and not named.is_dir():
             variable = "CHORD_RECEIPTS" if receipts is None else "receipts"
             raise SettingsError(f"{variable}: expected a folder of receipts, {named} is none")
@@ -305,7 +306,10 @@ def _locate(settings: _settings.Settings) -> tuple[Path, str]:
     return root, "the checkout" if root == _paths.PACKAGE.parent else "the packaged registry"
 
 
-def _path(path: str | Path | None) -> Path | None:
+def _path(path: str | Path | None, name: str) -> Path | None:
+    """A path that was given. An empty one would be the working folder by chance: raises SettingsError."""
+    if isinstance(path, str) and not path.strip():
+        raise SettingsError(f"{name} is empty: expected a path; give one, or leave it out")
     return None if path is None else Path(path)
 
 

@@ -12,10 +12,11 @@ from typing import Literal
 import msgspec
 
 from chord.errors import LockError, SettingsError
-from chord.registry.decoding import RECORD_BYTES, canonical_json, decode_json, read_bounded
+from chord.registry.decoding import RECORD_BYTES, canonical_json, decode_json, read_bounded, version_in
 from chord.registry.schema import Manifest, RegistryInfo, Sha256, Toolchain
 
 LOCK_NAME = "chord.lock"
+LOCK_VERSION = 1
 
 
 class Lock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,10 +52,16 @@ def encode(lock: Lock) -> bytes:
 
 def decode(data: bytes, place: str) -> Lock:
     """Raises LockError naming `place` for anything but a lock file of this version."""
+    version = version_in(data, "lock_version")
+    if version not in (None, LOCK_VERSION):
+        raise LockError(
+            f"{place} has lock_version {version}, this chord reads {LOCK_VERSION}; install the chord that wrote it, or "
+            "remove it and write it again with `chord lock`"
+        )
     try:
         return decode_json(data, Lock)
     except ValueError as error:
-        raise LockError(f"{place} is not a lock file: {error}; write one with `chord lock`") from error
+        raise LockError(f"{place} is not a lock file: {error}; remove it and write one with `chord lock`") from error
 
 
 def read(path: Path, source: str) -> Lock:

@@ -16,11 +16,12 @@ import msgspec
 
 from chord.errors import ReceiptError, SignatureError
 from chord.registry import signature
-from chord.registry.decoding import RECORD_BYTES, canonical_json, decode_json, read_bounded
+from chord.registry.decoding import RECORD_BYTES, canonical_json, decode_json, read_bounded, version_in
 from chord.registry.schema import Count, Sha256
 
 FOLDER = Path("registry", "receipts")
 """Where a registry's own receipts lie, in its folder."""
+SCHEMA = 1
 _MOST_FILES = 4096
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -89,6 +90,11 @@ def encode(receipt: Receipt) -> bytes:
 
 def decode(data: bytes, place: str) -> Receipt:
     """Raises ReceiptError naming `place` for anything but a receipt."""
+    version = version_in(data, "schema")
+    if version not in (None, SCHEMA):
+        raise ReceiptError(
+            f"{place} has schema {version}, this chord reads {SCHEMA}; install the chord that reads it, or remove it"
+        )
     try:
         return decode_json(data, Receipt)
     except ValueError as error:
@@ -181,7 +187,7 @@ class Receipts:
         return found
 
     def _files(self) -> list[Path]:
-        files = [path for folder in self._folders if folder.is_dir() for path in sorted(folder.glob("*.json"))]
+        files = [path for folder in self._folders for path in _listing(folder)]
         if len(files) > _MOST_FILES:
             raise ReceiptError(f"{', '.join(map(str, self._folders))}: {len(files)} receipts, expected {_MOST_FILES}")
         return files
@@ -201,6 +207,16 @@ def _remark(runs: Iterable[Run]) -> str:
     if not all(run.passed for run in runs):
         return " (FAILED)"
     return " (not signed by a required key)" if all(run.unproven for run in runs) else ""
+
+
+def _listing(folder: Path) -> list[Path]:
+    """The receipts in a folder, sorted. One that cannot be listed is an error: it may hold a failure."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.endswith(".json"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ReceiptError(f"expected a folder of receipts, cannot list {folder} ({error.strerror})") from error
 
 
 def _read(path: Path) -> bytes:

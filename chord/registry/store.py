@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import stat
 from pathlib import Path
@@ -33,9 +34,8 @@ class Store:
         Raises MissingCubinError when there is no such file, VerificationError when it is anything else than expected.
         """
         path = self.path_of(sha256)
-        data = self._read(path, size_bytes)
+        data, size = self._read(path, size_bytes)
         if len(data) != size_bytes:
-            size = path.stat().st_size
             raise VerificationError(f"{path}: expected {size_bytes} bytes, found {size}: {describe(data)}; {_REPAIR}")
         found = hashlib.sha256(data).hexdigest()
         if found != sha256:
@@ -51,10 +51,17 @@ class Store:
         return sha256
 
     def listing(self) -> list[Path]:
-        """Every entry of the folder but the temporary files of writers, sorted; empty when there is no folder."""
-        if not self.root.is_dir():
+        """Every entry of the folder but the temporary files of writers, sorted; empty when there is no folder.
+
+        Raises VerificationError for a folder that cannot be listed: what lies in it is unknown then.
+        """
+        try:
+            return sorted(path for path in self.root.iterdir() if not TEMPORARY.fullmatch(path.name))
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(path for path in self.root.iterdir() if not TEMPORARY.fullmatch(path.name))
+        except OSError as error:
+            why = f"expected a folder of cubins, cannot list it: {error.strerror}"
+            raise VerificationError(f"{self.root}: {why}") from error
 
     def unlisted(self, manifest: Manifest) -> list[Path]:
         """Entries that the manifest does not name."""
@@ -66,8 +73,8 @@ class Store:
         }
         return [path for path in self.listing() if path.name not in named]
 
-    def _read(self, path: Path, size_bytes: int) -> bytes:
-        """At most one byte more than expected, so that a huge file costs nothing."""
+    def _read(self, path: Path, size_bytes: int) -> tuple[bytes, int]:
+        """At most one byte more than expected, so that a huge file costs nothing; and the size of the file."""
         try:
             target = path.resolve(strict=True)
             if target.parent != self.root.resolve():
@@ -76,8 +83,9 @@ class Store:
                 )
             if not stat.S_ISREG(target.stat().st_mode):
                 raise VerificationError(f"{path}: expected a file, found something else; {_REPAIR}")
-            with target.open("rb") as file:
-                return file.read(size_bytes + 1)
+            descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # not even a pipe put there since
+            with os.fdopen(descriptor, "rb") as file:
+                return file.read(size_bytes + 1), os.fstat(descriptor).st_size
         except FileNotFoundError:
             raise MissingCubinError(f"{path}: expected {size_bytes} bytes, found no file; {_REPAIR}") from None
         except (OSError, RuntimeError) as error:  # the latter: a link to itself, before Python 3.13

@@ -100,12 +100,20 @@ def test_an_edited_lock_contradicts_the_manifest_that_it_names(plain, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"<html>", b"\xff", b"[" * 200_000, b'{"lock_version": 2}', b'{"lock_version": 1, "more": 1}']
+    "data",
+    [b"", b"{}", b"<html>", b"\xff", b"[" * 200_000, b'{"lock_version": "1"}', b'{"lock_version": 1, "more": 1}'],
 )
 def test_what_is_no_lock_file_is_refused(plain, tmp_path, data):
     path = tmp_path / "chord.lock"
     path.write_bytes(data)
     with pytest.raises(LockError, match=rf"lock: {path} is not a lock file: .*`chord lock`"):
+        Registry.open(plain, lock=path)
+
+
+def test_a_lock_file_of_another_version_says_so(plain, tmp_path):
+    path = locked(plain, tmp_path / "chord.lock")
+    path.write_bytes(path.read_bytes().replace(b'"lock_version": 1', b'"lock_version": 2'))
+    with pytest.raises(LockError, match=r"has lock_version 2, this chord reads 1; install the chord that wrote it"):
         Registry.open(plain, lock=path)
 
 

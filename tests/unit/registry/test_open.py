@@ -54,6 +54,22 @@ def test_r23_an_empty_folder_is_an_error_and_never_falls_back(plain, tmp_path, m
         Registry.open(empty, path_name="--registry")
 
 
+@pytest.mark.parametrize("name", ["path", "lock", "key", "receipts"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_r23_an_empty_path_is_not_the_working_folder(plain, name, value, monkeypatch):
+    monkeypatch.chdir(plain)
+    with pytest.raises(SettingsError, match=f"^{name} is empty: expected a path"):
+        Registry.open(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["path", "lock", "receipts", "key"])
+def test_a_path_with_a_nul_is_a_clean_error(plain, name):
+    if name == "key":
+        pytest.importorskip("securesystemslib", reason="needs the extra sign")
+    with pytest.raises(SettingsError, match=rf"^{name}: expected"):
+        Registry.open(**({"path": plain} | {name: "a\0b"}))
+
+
 def test_r23_a_spawned_process_resolves_the_same(plain, monkeypatch):
     monkeypatch.setenv("CHORD_REGISTRY", str(plain))
     monkeypatch.setenv("PYTHONPATH", str(_paths.PACKAGE.parent))

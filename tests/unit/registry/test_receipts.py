@@ -124,7 +124,7 @@ def test_a_receipt_is_about_bytes_and_not_about_names(root, tmp_path):
         requiring(root).load("toy.many")
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 200_000, b'{"schema": 2}', b"null"])
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[" * 200_000, b'{"schema": "1"}', b"null"])
 def test_a_file_that_is_no_receipt_is_named(root, data):
     folder = root / receipts.FOLDER
     folder.mkdir(parents=True)
@@ -140,6 +140,25 @@ def test_what_cannot_be_read_is_named(root):
     (folder / "folder.json").mkdir(parents=True)
     with pytest.raises(ReceiptError, match=r"cannot read .*folder.json"):
         Receipts([folder], {}).of("0" * 64)
+
+
+def test_a_receipt_of_another_schema_says_so(root):
+    path = put(root / receipts.FOLDER, receipt_of(Registry.open(root), "toy.many"))
+    path.write_bytes(path.read_bytes().replace(b'"schema": 1', b'"schema": 2'))
+    with pytest.raises(ReceiptError, match=rf"{path} has schema 2, this chord reads 1"):
+        Registry.open(root).receipts.of("0" * 64)
+
+
+def test_a_folder_that_cannot_be_listed_may_hold_a_failure(root, monkeypatch):
+    """Taking it for an empty one would let a cubin run whose checks failed."""
+    put(root / receipts.FOLDER, receipt_of(Registry.open(root), "toy.many", passed=False))
+
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(receipts.Path, "iterdir", refuse)
+    with pytest.raises(ReceiptError, match=rf"cannot list {root / receipts.FOLDER} \(Permission denied\)"):
+        Registry.open(root).receipts.ran_on("0" * 64)
 
 
 def test_receipts_come_back_as_they_were_written(root):

@@ -106,6 +106,27 @@ def test_a_cubin_that_may_not_be_read(store):
         store.read_verified(SHA, len(DATA))
 
 
+def test_a_store_that_cannot_be_listed(store, monkeypatch):
+    store.write(DATA)
+
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(store.root), "iterdir", refuse)
+    with pytest.raises(VerificationError, match=rf"{store.root}: expected a folder of cubins, cannot list it: Perm"):
+        store.listing()
+
+
+def test_a_file_that_is_gone_again_when_its_size_is_told(store, monkeypatch):
+    """Another process may replace a file at any time: what was read says how large it was."""
+    store.write(DATA)
+    store.path_of(SHA).write_bytes(DATA + b"more")
+    really = store._read
+    monkeypatch.setattr(store, "_read", lambda path, size: (really(path, size), path.unlink())[0])
+    with pytest.raises(VerificationError, match=rf"expected {len(DATA)} bytes, found {len(DATA) + 4}"):
+        store.read_verified(SHA, len(DATA))
+
+
 def test_a_failed_write_leaves_nothing(store, monkeypatch):
     def refuse(_):
         raise OSError("disk full")
