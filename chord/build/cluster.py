@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
 _CONNECT_S = 20
+_LAST_PORT = 65535
 _LEAVE_S = 30
 """Most seconds to wait for workers that may be gone, when a build has its results."""
 
@@ -45,17 +46,22 @@ _ended: deque[str] = deque(maxlen=1024)  # builds whose late compilations must s
 _lock = Lock()
 
 
+def scheduler_of(executor: str) -> str:
+    """The address in dask://HOST:PORT, as Dask writes it. Raises ChordError for anything else."""
+    found = re.fullmatch(r"dask://([^/\s@]+:\d{1,5})", executor)
+    if found is None or int(found[1].rpartition(":")[2]) > _LAST_PORT:
+        raise ChordError(f"executor {executor!r}: expected dask://HOST:PORT, the address of a Dask scheduler")
+    return f"tcp://{found[1]}"
+
+
 class ClusterPool:
     """The same use as pool.CompilerPool. The cluster decides how many compilations run at a time."""
 
     def __init__(self, pin: ToolchainPin, executor: str) -> None:
         """executor: dask://HOST:PORT, a scheduler's address. Raises ChordError for anything else."""
-        found = re.fullmatch(r"dask://([^/\s@]+:\d{1,5})", executor)
-        if found is None:
-            raise ChordError(f"executor {executor!r}: expected dask://HOST:PORT, the address of a Dask scheduler")
+        self._address = scheduler_of(executor)
         self._pin = msgspec.msgpack.encode(pin)
         self._build = uuid4().hex
-        self._address = f"tcp://{found[1]}"
 
     def __enter__(self) -> ClusterPool:
         from distributed import Client

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,7 +25,7 @@ Arch = Annotated[
 ]
 Op = Annotated[list[str] | None, typer.Option("--op", help="Only this operator, for example fused_router; repeatable.")]
 Root = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--root", help="The checkout to build, instead of CHORD_REGISTRY or the one that this chord belongs to."
     ),
@@ -65,7 +65,13 @@ def build(
     Unchanged programs are not compiled again. A failure publishes nothing.
     """
     settings = _settings.read()
-    selection, tree = as_selection(arch, op), as_tree(settings.registry if root is None else root)
+    if root is not None and not root.strip():
+        raise SettingsError("--root is empty: expected a checkout's folder; give one, or leave it out")
+    selection, tree = as_selection(arch, op), as_tree(settings.registry if root is None else Path(root))
+    if executor is not None:
+        from chord.build.cluster import scheduler_of
+
+        scheduler_of(executor)  # a mistake is one even where nothing has to be compiled
     _require_pinned(tree, settings, writes=not (check or locked))
     if check and executor:
         raise typer.BadParameter("--executor compiles for a build; --check compiles on this machine")
@@ -113,10 +119,19 @@ def as_tree(root: Path | None) -> Tree | None:
     return None if root is None else Tree(root)
 
 
-def run_check(selection: Selection, jobs: int | None, json: bool, *, tree: Tree | None, fresh: bool) -> None:
+def run_check(
+    selection: Selection,
+    jobs: int | None,
+    json: bool,
+    *,
+    tree: Tree | None,
+    fresh: bool,
+    said: dict[str, Any] | None = None,
+) -> None:
     """Compare the manifest with its sources; print the differences and exit 1 if there are any.
 
     fresh: compile everything again instead of trusting cubins that an earlier build finished.
+    said: what else the JSON document says.
     """
     from chord.build.check import check
 
@@ -124,7 +139,8 @@ def run_check(selection: Selection, jobs: int | None, json: bool, *, tree: Tree 
         report = check(selection, tree=tree, jobs=jobs, progress=progress, fresh=fresh)
     if json:
         rows = [{"program": d.program, "arch": d.arch, "what": d.what} for d in report.differences]
-        print_json({"cubins": report.cubins, "compiled": report.compiled, "differences": rows})
+        document = {"cubins": report.cubins, "compiled": report.compiled, "differences": rows}
+        print_json((said or {}) | document)
     else:
         for difference in report.differences:
             console().print(str(difference), style="red", markup=False, highlight=False, soft_wrap=True)

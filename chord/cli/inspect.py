@@ -14,6 +14,9 @@ from chord.registry.architectures import ordered
 from chord.registry.receipts import Receipts
 from chord.registry.schema import Operator, Program, Route
 
+_MOST_DIGITS = 100
+"""Characters of a value in a problem: far above any."""
+
 Arch = Annotated[str | None, typer.Option("--arch", help="Only this architecture, for example sm_90a.")]
 
 
@@ -208,7 +211,10 @@ def _pair(text: str) -> tuple[str, int | str]:
     key, equals, value = text.partition("=")
     if not (key and equals and value):
         raise typer.BadParameter(f"{text!r}: expected key=value, for example num_tokens=20")
-    return key, int(value) if value.removeprefix("-").isdecimal() else value
+    number = value.removeprefix("-")
+    if len(number) > _MOST_DIGITS:
+        raise typer.BadParameter(f"{key}: expected a value of at most {_MOST_DIGITS} characters, got {len(number)}")
+    return key, int(value) if number.isascii() and number.isdecimal() else value
 
 
 def _pairs_of(texts: list[str]) -> dict[str, int | str]:

@@ -16,6 +16,7 @@ from chord.registry import lock as lock_file
 from chord.registry import receipts as receipt_files
 from chord.registry.facade import MANIFEST_NAME
 from chord.registry.files import write_atomically
+from chord.registry.lock import Lock
 
 
 def register(app: typer.Typer) -> None:
@@ -39,16 +40,13 @@ def lock(
     A process with CHORD_LOCK set to that file (or with the file beside manifest.json) opens nothing else. A registry
     with a lower serial than the file's is refused as a rollback.
     """
-    path = out or _settings.read().lock or Path(lock_file.LOCK_NAME)
+    required = _settings.read().lock
+    path = out or required or Path(lock_file.LOCK_NAME)
     opened = open_registry(registry, relock=True)
     _require_right(opened, "not locked")
     made = lock_file.lock_of(opened.manifest, opened.digest)
-    before = lock_file.read(path, "chord lock") if os.path.lexists(path) else None
-    if before is not None and made.registry.serial < before.registry.serial:
-        raise RollbackError(
-            f"{opened.root} has serial {made.registry.serial}, {path} locks serial {before.registry.serial}: "
-            "refused as a rollback; remove the file to go back on purpose"
-        )
+    binding = {path, required or path, opened.root / lock_file.LOCK_NAME}  # whoever opens the registry heeds these
+    before = {file: _locked_before(file, opened) for file in binding}[path]
     if not check:
         write_atomically(path, lock_file.encode(made))
     elif before is None:
@@ -65,6 +63,19 @@ def lock(
     else:
         what = f"{cubins} cubins of registry {made.registry.version}, serial {made.registry.serial}"
         console().print(f"{path}: {what}, manifest {opened.digest}", highlight=False, soft_wrap=True)
+
+
+def _locked_before(path: Path, opened: Registry) -> Lock | None:
+    """The lock file that there is already; None where there is none. Raises RollbackError if it locks a newer one."""
+    if not os.path.lexists(path):
+        return None
+    before, serial = lock_file.read(path, "chord lock"), opened.manifest.registry.serial
+    if serial < before.registry.serial:
+        raise RollbackError(
+            f"{opened.root} has serial {serial}, {path} locks serial {before.registry.serial}: refused as a rollback; "
+            "remove the file to go back on purpose"
+        )
+    return before
 
 
 def sign(

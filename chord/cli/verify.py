@@ -61,4 +61,6 @@ def verify(
             print_json(document)
         raise typer.Exit(1)
     if rebuild:
-        run_check(as_selection(None, None), jobs, json, tree=as_tree(opened.root), fresh=True)
+        run_check(
+            as_selection(None, None), jobs, json, tree=as_tree(opened.root), fresh=True, said=document if json else None
+        )

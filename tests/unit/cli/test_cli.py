@@ -138,7 +138,33 @@ def test_verify_counts_what_is_wrong(tree: Path) -> None:
     assert (found["missing"], found["mismatch"], found["unlisted"]) == (0, 0, 1)
 
 
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_option_is_not_the_working_folder(value: str) -> None:
+    """`--registry "$UNSET"` in a script must not take whatever lies in the folder that it runs in."""
+    assert "error: --registry is empty: expected a path" in chord("ls", "--registry", value, code=1)
+    assert "error: --root is empty: expected a checkout's folder" in chord("build", "--root", value, code=1)
+
+
+@pytest.mark.parametrize("executor", ["", "cluster:8786", "dask://", "dask://host:99999"])
+def test_an_executor_is_checked_even_where_nothing_is_compiled(tree: Path, executor: str) -> None:
+    said = chord("build", "--root", tree, "--executor", executor, code=1)
+    assert f"error: executor {executor!r}: expected dask://HOST:PORT" in said
+
+
+def test_doctor_goes_on_where_the_store_cannot_be_listed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.iterdir", refuse)
+    _, checks = doctor._registry_checks(str(tree))
+    assert [(c.what, c.status) for c in checks[:2]] == [("registry", "ok"), ("cubins", "failed")]
+    assert "cannot list it: Permission denied" in checks[1].found
+
+
 def test_verify_rebuild_compiles_everything_again(tree: Path) -> None:
+    document = json.loads(chord("verify", "--rebuild", "--registry", tree, "--json"))
+    assert (document["checked"], document["compiled"], document["differences"]) == (toytree.CUBINS, toytree.CUBINS, [])
+    assert document["manifest_sha256"] in chord("verify", "--registry", tree)
     assert f"({toytree.CUBINS} compiled now): equal" in chord("verify", "--rebuild", "--registry", tree)
 
 

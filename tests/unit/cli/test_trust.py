@@ -78,6 +78,27 @@ def test_lock_refuses_to_go_back_and_what_does_not_verify(tree: Path, tmp_path: 
     assert not path.exists()
 
 
+@pytest.mark.parametrize("binding", ["beside the manifest", "CHORD_LOCK"])
+def test_lock_into_another_file_refuses_to_go_back_too(tree: Path, tmp_path: Path, binding: str) -> None:
+    kept = tree / "chord.lock" if binding == "beside the manifest" else tmp_path / "kept.lock"
+    environment = {} if binding == "beside the manifest" else {"CHORD_LOCK": str(kept)}
+    old = (tree / "manifest.json").read_bytes()
+    publish_serial(tree, 3, 5)
+    chord("lock", "--registry", tree, "--out", kept)
+    (tree / "manifest.json").write_bytes(old)
+    refused = run("lock", "--registry", tree, "--out", tmp_path / "new.lock", **environment)
+    assert (refused.returncode, f"{kept} locks serial 5: refused as a rollback" in refused.stderr) == (1, True)
+    assert not (tmp_path / "new.lock").exists()
+
+
+def test_what_lies_there_and_is_no_lock_file_is_to_be_removed_first(tree: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chord.lock"
+    path.write_text("{}")
+    said = chord("lock", "--registry", tree, "--out", path, code=1)
+    assert f"{path} is not a lock file" in said
+    assert "remove it and write one with `chord lock`" in said
+
+
 @pytest.mark.parametrize("name", ["CHORD_LOCK", "CHORD_KEY", "CHORD_PIN"])
 def test_a_build_that_writes_contradicts_what_is_pinned(tree: Path, tmp_path: Path, name: str) -> None:
     value = "0" * 64 if name == "CHORD_PIN" else str(tmp_path / "file")
