@@ -20,10 +20,8 @@ def combine(given: Arguments, shape: WeightShape, routed: torch.Tensor, out: tor
     """Launches both on torch's current stream of the tensors' device. The sums must follow the GEMM: they read the
     routes before they wait for the kernel in front, which therefore must not be the one that writes those.
     """
-    device = given.x.device.index
-    values = _gemm_values(given, shape, routed)
-    launch.launch(launch.OPERATOR, values, device, shape, given.expert_rows, given.invariant)
-    launch.move_rows(launch.SUMS, device, _sum_values(given, routed, out))
+    values, sums = _gemm_values(given, shape, routed), _sum_values(given, routed, out)
+    launch.launch_with_sums(values, sums, given.x.device.index, shape, given.expert_rows, given.invariant)
 
 
 def prepare(

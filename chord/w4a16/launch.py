@@ -109,6 +109,20 @@ def prepare(
     return Prepared(bound, kernel.name)
 
 
+def launch_with_sums(
+    values: dict[str, int],
+    sums: dict[str, int],
+    device: int,
+    shape: WeightShape,
+    expert_rows: int,
+    invariant: bool,
+) -> None:
+    """Launches a routed GEMM and the sums behind it, or neither: what cannot be loaded is found before the first."""
+    behind = _row_mover(SUMS, device, sums["num_units"])
+    launch(OPERATOR, values, device, shape, expert_rows, invariant)
+    _launch(behind, device, sums)
+
+
 def prepare_with_sums(
     values: dict[str, int],
     sums: dict[str, int],

@@ -200,6 +200,24 @@ def test_r15_experts_that_live_elsewhere(device):
         assert same_bits([got], [results[0].view(64, 8, 128)[token, pairs]])
 
 
+PLANNED_CASES = [case for case in CASES if "plan" in case.make(1, torch.device("cpu"))]
+
+
+@pytest.mark.parametrize("case", PLANNED_CASES, ids=[f"{case.operator}-{case.name}" for case in PLANNED_CASES])
+def test_r16_what_lies_behind_a_plans_length_is_not_read(case, device):
+    given = case.make(17, device)
+    plan = given["plan"]
+    junk = torch.full((4096,), 2**31 - 1, dtype=torch.int32, device=device)
+    extent, block_m = int(plan.num_tokens_post_padded), given["block_m"]
+    roomy = plan._replace(
+        sorted_token_ids=torch.cat([plan.sorted_token_ids[:extent], junk]),
+        expert_ids=torch.cat([plan.expert_ids[: extent // block_m], junk[: len(junk) // block_m]]),
+    )
+    wanted, found = case.call(**given), case.call(**given | {"plan": roomy})
+    assert case.problems(given, found) == []
+    assert same_bits(case.outputs(given, wanted), case.outputs(given, found))
+
+
 @pytest.mark.parametrize("group", [0, 16, 64, 128, -1])
 def test_r17_other_group_sizes_are_refused_when_packed(group, device):
     n, k = 128, 256

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import builtins
+import hashlib
 import inspect
+import json
+import os
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the operators need torch")
 
 import torch
-from cases.operators import PREPARED_CASES
+from cases.operators import CASES, PREPARED_CASES, PREPARED_IDS
 from unit.registry.fakes import FakeApi
 
 from chord import _runtime
 from chord.bench.host import bare_launch, launch_times
+from chord.checks.w4a16 import weights_of
+from chord.errors import ManifestError
 from chord.registry import Registry
 from chord.registry.driver import Driver
 from chord.registry.launch import PreparedLaunch
@@ -49,14 +56,22 @@ def gpu(root, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(workspaces, "new", lambda device, size, zeroed: torch.zeros(size, dtype=torch.uint8))
-    caches = launch._gemm_kernel, launch._named_kernel, launch._row_mover, router_launch._bound
-    for cache in caches:
-        cache.cache_clear()
+    caches = (
+        launch._gemm_kernel,
+        launch._named_kernel,
+        launch._row_mover,
+        launch._mover,
+        router_launch._bound,
+        weights_of,
+    )
+    for forget in (*(cache.cache_clear for cache in caches), router_launch._loaded.clear):
+        forget()
     yield gpu
-    for cache in caches:
-        cache.cache_clear()
+    for forget in (*(cache.cache_clear for cache in caches), router_launch._loaded.clear):
+        forget()
 
 
+FIRST_OF_EACH = list({case.operator: case for case in reversed(CASES)}.values())
 CLEARING = [c for c in PREPARED_CASES if "zero_missing" in inspect.signature(c.prepare).parameters]
 FORMS = [(case, clear) for clear, cases in ((False, PREPARED_CASES), (True, CLEARING)) for case in cases]
 
@@ -79,6 +94,44 @@ def test_a_prepared_launch_is_its_driver_calls_on_the_current_stream(case, clear
             assert not prepared.out.any()
     times = launch_times(prepared, launches=20)
     assert len(times.bare_samples) == len(times.prepared_samples) == 20
+
+
+@pytest.mark.parametrize("case", PREPARED_CASES, ids=PREPARED_IDS)
+def test_r21_nothing_is_read_hashed_or_parsed(case, gpu, monkeypatch):
+    prepared = case.prepare(**case.make(3, torch.device("cpu")))
+    prepared()
+
+    def refuse(*_args, **_options):
+        raise AssertionError("a prepared launch does only the launch")
+
+    for owner, name in (
+        (builtins, "open"), (os, "open"), (os, "stat"), (os, "getenv"), (type(os.environ), "__getitem__"),
+        (type(os.environ), "get"), (hashlib, "sha256"), (json, "loads"), (torch, "empty"), (torch, "zeros"),
+        (Registry, "lookup"), (Registry, "load"), (Registry, "open"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, refuse)
+    gpu.api.launches.clear()
+    for _ in range(100):
+        prepared()
+    monkeypatch.undo()
+    kernels = 2 if case.operator == "moe_w4a16_combine" else len(gpu.api.launches) // 100
+    assert len(gpu.api.launches) == 100 * kernels > 0
+
+
+@pytest.mark.parametrize("case", FIRST_OF_EACH, ids=lambda case: case.operator)
+def test_r10_a_wrapper_refuses_another_argument_list(case, gpu, monkeypatch):
+    """The manifest's version of an operator's arguments against the one that chord's code passes."""
+    registry = _runtime.registry()
+    operators = dict(registry.manifest.operators)
+    changed = msgspec.structs.replace(operators[case.operator], abi_version=operators[case.operator].abi_version + 1)
+    manifest = msgspec.structs.replace(registry.manifest, operators=operators | {case.operator: changed})
+    monkeypatch.setattr(registry, "manifest", manifest)
+    given = case.make(3, torch.device("cpu"))
+    gpu.api.launches.clear()  # packing weights is one
+    for call in (case.call, *([case.prepare] if case.prepare else [])):
+        with pytest.raises(ManifestError, match=rf"^{case.operator}: this chord .*, the manifest has"):
+            call(**given)
+    assert not gpu.api.launches
 
 
 def test_what_launches_no_kernel_has_no_driver_calls():
