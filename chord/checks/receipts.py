@@ -15,12 +15,12 @@ from typing import NoReturn
 
 import torch
 
-from chord import _runtime
+from chord import _runtime, _settings
 from chord._version import __version__
 from chord.checks.qualify import Verdict
 from chord.checks.suites import checks_of
 from chord.errors import SettingsError
-from chord.registry import receipts
+from chord.registry import receipts, signature
 from chord.registry.driver import default_driver
 from chord.registry.files import write_atomically
 from chord.registry.receipts import DriverVersion, Outcome, Receipt
@@ -95,6 +95,9 @@ class Journal:
     """
 
     def __init__(self, folder: Path, device: int, *, tiny: bool, key: Path | None = None) -> None:
+        """key: a private key, checked before an hour of GPU time is spent. Raises SettingsError, SignatureError."""
+        if key is not None:
+            signature.check_signer(key, _settings.read().key)
         self.path: Path | None = None
         """Its file, once there is a verdict."""
         self._folder, self._device, self._tiny, self._key = folder, device, tiny, key

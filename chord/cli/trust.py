@@ -93,9 +93,7 @@ def sign(
     The statement of the manifest says the SHA-256 of every source, the compiler's version and its options, so that
     others can build it again and compare. Nothing is sent anywhere. With CHORD_KEY set the key must be one of those.
     """
-    required = _settings.read().key
-    if required is not None:
-        signature.require_accepted(key, required, "CHORD_KEY")
+    signature.check_signer(key, _settings.read().key)
     if receipt:
         signed = {path: receipt_files.sign(path, key) for path in receipt}
     else:

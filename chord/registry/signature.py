@@ -121,9 +121,15 @@ def sign(path: Path, statement: dict[str, Any], key: Path) -> str:
     return keyid
 
 
-def require_accepted(key: Path, keys: Path, source: str) -> None:
-    """Raises SignatureError unless a private key belongs to one of the public `keys`, which came from `source`."""
-    made, accepted = _signer(key).public_key.keyid, [public.keyid for public in _public_keys(keys, source)]
+def check_signer(key: Path, keys: Path | None) -> None:
+    """Before anything is made that a private key is to sign: it can be used, and is one of the public `keys`, if any.
+
+    keys: those that CHORD_KEY requires. Raises SettingsError, SignatureError.
+    """
+    made, source = _signer(key).public_key.keyid, "CHORD_KEY"
+    if keys is None:
+        return
+    accepted = [public.keyid for public in _public_keys(keys, source)]
     if made not in accepted:
         raise SignatureError(
             f"--key: {key} has the id {made}, {source} accepts {', '.join(accepted)} alone, from {keys}: what it signs "

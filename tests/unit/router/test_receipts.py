@@ -14,7 +14,7 @@ from chord import _runtime
 from chord.checks import __main__ as checks
 from chord.checks import receipts
 from chord.checks.qualify import Verdict
-from chord.errors import NoProgramError, SettingsError
+from chord.errors import NoProgramError, SettingsError, SignatureError
 from chord.registry import receipts as files
 from chord.registry.driver import Driver
 from chord.registry.receipts import Receipts
@@ -157,6 +157,18 @@ def test_a_receipt_is_signed_if_there_is_a_key(gpu, tmp_path):
             assert not Path(f"{journal.path}.dsse").exists(), "only what will not change is signed"
     envelope = json.loads(Path(f"{journal.path}.dsse").read_text())
     assert len(envelope["signatures"]) == 1
+
+
+def test_a_key_that_cannot_sign_is_refused_before_the_run(gpu, tmp_path, monkeypatch):
+    secret, public = key_pair(tmp_path, "ours")
+    with pytest.raises(SettingsError, match=rf"--key: {public}: expected an Ed25519 private key"):
+        receipts.Journal(tmp_path / "out", 0, tiny=False, key=public)
+    _, other = key_pair(tmp_path, "other")
+    monkeypatch.setenv("CHORD_KEY", str(other))
+    with pytest.raises(SignatureError, match="what it signs would be refused here"):
+        receipts.Journal(tmp_path / "out", 0, tiny=False, key=secret)
+    monkeypatch.setenv("CHORD_KEY", str(public))
+    receipts.Journal(tmp_path / "out", 0, tiny=False, key=secret)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path):
