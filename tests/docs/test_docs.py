@@ -56,6 +56,17 @@ def test_the_settings_table_is_the_one_in_the_code() -> None:
     assert dict(rows) == _settings.KNOWN
 
 
+def test_the_requirements_name_the_files_that_hold_them() -> None:
+    rows = re.findall(r"^\| (R\d\d) \|.*\| (.*) \|$", (ROOT / "docs/requirements.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _ in rows) == [f"R{number:02}" for number in range(1, 26)]
+    holding: dict[str, set[str]] = {name: set() for name, _ in rows}
+    for path in ROOT.glob("tests/**/*.py"):
+        for names in re.findall(r"^def test_(r\d\d)_(?:and_(r\d\d)_)?", path.read_text(), re.MULTILINE):
+            for name in filter(None, names):
+                holding[name.upper()].add(str(path.relative_to(ROOT)))
+    assert {name: set(re.findall(r"`(.*?)`", files)) for name, files in rows} == holding
+
+
 def test_the_commands_in_the_readme_exist() -> None:
     from chord.cli import app
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from chord import _paths
+
+
+ROOT = _paths.PACKAGE.parent
+
+
+@pytest.mark.parametrize("script", [*sorted(ROOT.glob("scripts/*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_shell_scripts_parse_and_say_what_they_are_for(script: Path):
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    lines = script.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" or script.name == "_env.sh"
+    assert any(line.startswith("# ") for line in lines[:2])
 
 
 @pytest.fixture
