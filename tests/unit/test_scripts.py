@@ -11,7 +11,6 @@ import pytest
 
 from chord import _paths
 
-
 ROOT = _paths.PACKAGE.parent
 
 
