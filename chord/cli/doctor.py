@@ -111,8 +111,11 @@ def _receipt_check(opened: Registry) -> Check:
     except ReceiptError as error:
         return Check("receipts", "failed", str(error))
     found = ", ".join(f"{arch} {sum(found)} of {len(found)} programs" for arch, found in ran.items())
-    required = "required: no other program is loaded" if opened.require_receipt else "chord qualify writes them"
-    return Check("receipts", "ok", found, required)
+    if not opened.require_receipt:
+        return Check("receipts", "ok", found, "chord qualify writes them")
+    if not any(map(any, ran.values())):
+        return Check("receipts", "failed", found, "required, so that nothing can be loaded: chord qualify writes them")
+    return Check("receipts", "ok", found, "required: no other program is loaded")
 
 
 def _device_checks(opened: Registry | None) -> list[Check]:

@@ -195,6 +195,13 @@ def test_doctor_counts_what_passed(tree: Path) -> None:
     assert checks["receipts"]["found"].startswith("sm_90a 0 of")
 
 
+def test_doctor_fails_where_receipts_are_required_and_there_are_none(tree: Path) -> None:
+    done = run("doctor", "--registry", str(tree), "--json", CHORD_REQUIRE_RECEIPT="1")
+    (check,) = (check for check in json.loads(done.stdout) if check["what"] == "receipts")
+    assert (done.returncode, check["status"]) == (1, "failed")
+    assert "nothing can be loaded" in check["advice"]
+
+
 def test_doctor_wants_a_folder_of_receipts(tree: Path, tmp_path: Path) -> None:
     done = run("doctor", "--registry", str(tree), "--json", CHORD_RECEIPTS=str(tmp_path / "nowhere"))
     (check,) = (check for check in json.loads(done.stdout) if check["what"] == "CHORD_RECEIPTS")
