@@ -70,10 +70,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
 
 def checked_pin(pin: str, source: str) -> str:
     """`pin` if it is a digest. Raises SettingsError naming `source` otherwise."""
-    if not re.fullmatch("[0-9a-f]{64}", pin):
+    if not isinstance(pin, str) or not re.fullmatch("[0-9a-f]{64}", pin):
+        length = f", got {len(pin)} characters" if isinstance(pin, str) else ""
         raise SettingsError(
-            f"{source} {pin!r} is not a digest: expected the manifest's SHA-256 as 64 lower-case hex digits, "
-            f"got {len(pin)} characters"
+            f"{source} {pin!r} is not a digest: expected the manifest's SHA-256 as 64 lower-case hex digits{length}"
         )
     return pin
 

@@ -117,6 +117,8 @@ class Registry:
         demands = Demands.gather(
             settings, root, pin=pin, lock=_path(lock, "lock"), key=_path(key, "key"), relock=relock, resign=resign
         )
+        if require_receipt not in (None, False, True):  # such as "no", which is true
+            raise TypeError(f"require_receipt: expected a bool, got {require_receipt!r}")
         named = settings.receipts if receipts is None else _path(receipts, "receipts")
         if named is not None and not named.is_dir():
             variable = "CHORD_RECEIPTS" if receipts is None else "receipts"
@@ -151,9 +153,15 @@ class Registry:
     # Looking up: pure functions of the manifest
 
     def lookup(self, operator: str, arch: str, problem: Mapping[str, object]) -> Selection:
-        """The program for a problem (a value for each key of the operator's axes). Raises NoProgramError."""
-        definition = self._operator(operator)
-        return self._selection(operator, definition, self._indices[operator].find(arch, problem), arch)
+        """The program for a problem (a value for each key of the operator's axes). Raises NoProgramError, TypeError."""
+        try:
+            definition = self._operator(operator)
+            return self._selection(operator, definition, self._indices[operator].find(arch, problem), arch)
+        except TypeError as error:
+            raise TypeError(
+                "lookup: expected the names of an operator and of an architecture, and a mapping with a value for each "
+                f"of the operator's keys, got {operator!r:.100}, {arch!r:.100} and {problem!r:.100}: {error}"
+            ) from error
 
     def programs(self, operator: str | None = None, arch: str | None = None) -> dict[str, Program]:
         """Programs by name, sorted; of one operator, or with a build for one architecture, if given.

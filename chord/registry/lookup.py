@@ -11,6 +11,9 @@ from chord.registry.architectures import ordered
 from chord.registry.boxes import Combination, Domain, Split, Tree, build_trees
 from chord.registry.schema import Axis, Operator
 
+_SHOWN_BITS = 128
+"""Larger numbers are not written out: Python refuses to, from some thousand digits on."""
+
 
 class RouteIndex:
     """One operator's routes, ready to be searched. Trees are built when an architecture is first asked for."""
@@ -62,8 +65,9 @@ class RouteIndex:
             return number
         steps = round((min(max(number, axis.first), axis.last) - axis.first) / axis.step)
         nearest = axis.first + steps * axis.step
+        shown = number if number.bit_length() <= _SHOWN_BITS else f"a number of {number.bit_length()} bits"
         raise NoProgramError(
-            f"{self._name}: no program for {axis.keys[0]}={number}; "
+            f"{self._name}: no program for {axis.keys[0]}={shown}; "
             f"allowed are {_range_text(axis)}, nearest is {nearest}"
         )
 

@@ -14,7 +14,7 @@ from unit.registry.samples import plain_manifest, publish
 
 from chord import _paths, _settings
 from chord._version import __version__
-from chord.errors import ManifestError, PinMismatchError, SettingsError
+from chord.errors import ManifestError, NoProgramError, PinMismatchError, SettingsError
 from chord.registry import Registry, canonical
 from chord.registry import schema as s
 
@@ -60,6 +60,20 @@ def test_r23_an_empty_path_is_not_the_working_folder(plain, name, value, monkeyp
     monkeypatch.chdir(plain)
     with pytest.raises(SettingsError, match=f"^{name} is empty: expected a path"):
         Registry.open(**{name: value})
+
+
+def test_values_of_another_type_are_named(plain):
+    with pytest.raises(TypeError, match="require_receipt: expected a bool, got 'no'"):
+        Registry.open(plain, require_receipt="no")
+    with pytest.raises(SettingsError, match="pin 5 is not a digest"):
+        Registry.open(plain, pin=5)
+    registry = Registry.open(plain)
+    for call in (([], "sm_90a", {}), ("toy", [], {}), ("toy", "sm_90a", None), ("toy", "sm_90a", [1, 2, 3, 4])):
+        with pytest.raises(TypeError, match="lookup: expected the names of an operator"):
+            registry.lookup(*call)
+    problem = {"width": 896, "ways": 16, "num_tokens": 10**5000, "block_m": 8}
+    with pytest.raises(NoProgramError, match="num_tokens=a number of 16610 bits"):
+        registry.lookup("toy", "sm_90a", problem)
 
 
 @pytest.mark.parametrize("name", ["path", "lock", "receipts", "key"])
