@@ -119,7 +119,7 @@ class Table(_Row, frozen=True, kw_only=True):
 
     schema: Literal[1]
     operator: str
-    abi_version: int
+    abi_version: Positive
     axes: tuple[Axis, ...]
     tags: dict[str, str]
     args: dict[str, str]

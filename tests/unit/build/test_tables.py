@@ -40,6 +40,7 @@ MANY, ROUTES_2 = line_of("[[arms]]", 1), line_of("[[routes]]", 1)
     ("old", "new", "said"),
     [
         ("schema = 1", "schema = 2", r"toy\.toml:1: schema: "),
+        ("abi_version = 1", "abi_version = 0", r"toy\.toml:3: abi_version: expected `int` >= 1"),
         ("schema = 1", "schema = ", r"toy\.toml: expected TOML: .*line 1"),
         (
             "abi_version = 1",
