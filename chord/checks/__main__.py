@@ -28,15 +28,15 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="inputs small enough for compute-sanitizer")
     parser.add_argument("--brief", action="store_true", help="with --tiny: the fewest of them, each launched once")
     parser.add_argument("--only", default="*", help="shell patterns of program names, separated by commas")
-    parser.add_argument("--counts", type=_counts, help="numbers of router tokens, separated by commas")
+    parser.add_argument("--counts", type=_counts, help="router tokens, by commas; no receipt then")
     parser.add_argument("--receipt", type=Path, help="folder for a receipt; none is written without it")
     parser.add_argument("--key", type=Path, help="Ed25519 private key (PEM) that signs the receipt")
     parser.add_argument("--jobs", "-j", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--device", type=int, help="CUDA ordinal, instead of the current device")
     parser.add_argument("--verdicts", action="store_true", help=argparse.SUPPRESS)  # for chord.checks.shards
     options = parser.parse_args()
-    if options.counts and options.jobs > 1:
-        parser.error("--counts: expected with one process, got --jobs as well")
+    if options.counts and (options.jobs > 1 or options.receipt):
+        parser.error("--counts: expected with one process and without --receipt, which vouches for every count")
     if options.brief and (options.jobs > 1 or options.receipt or not options.tiny):
         parser.error("--brief: expected with --tiny, with one process and without --receipt: it is for sanitizers")
     if options.key is not None and options.receipt is None:

@@ -80,6 +80,7 @@ def test_the_command_leaves_a_receipt(gpu, tmp_path, monkeypatch, capsys):
     ("words", "message"),
     [
         (["--counts", "3", "--jobs", "2"], "--counts: expected with one process"),
+        (["--counts", "3", "--receipt", "x"], "without --receipt, which vouches for every count"),
         (["--brief"], "--brief: expected with --tiny, with one process"),
         (["--tiny", "--brief", "--receipt", "x"], "--brief: expected with --tiny, with one process and without"),
         (["--key", "k.pem"], "--key signs a receipt: expected --receipt FOLDER as well"),
