@@ -90,8 +90,9 @@ def sign(
 ) -> None:
     """Sign the manifest (or receipts): an in-toto statement in a DSSE envelope, in a file beside it.
 
-    The statement of the manifest says the SHA-256 of every source, the compiler's version and its options, so that
-    others can build it again and compare. Nothing is sent anywhere. With CHORD_KEY set the key must be one of those.
+    The statement of the manifest says the SHA-256 of every template and header, the compiler's version and its options,
+    so that others can build it again and compare. Nothing is sent anywhere. With CHORD_KEY set the key must be one of
+    those.
     """
     signature.check_signer(key, _settings.read().key)
     if receipt:
