@@ -21,14 +21,33 @@ from chord.bench.stats import summarize
 from chord.checks.inputs import SELECTIONS, normal_case
 from chord.checks.w4a16 import gemm_case
 from chord.registry import PreparedLaunch
-from chord.router import PreparedFusedRouter, allocate_route_plan, fused_router, prepare_fused_router
+from chord.router import (
+    PreparedFusedRouter,
+    RoutePlan,
+    allocate_route_plan,
+    fused_router,
+    prepare_fused_router,
+)
+from chord.router import launch as router_launch
+from chord.router.experts import resolve_local_experts
+from chord.router.plan import empty_route_plan
+from chord.router.validate import (
+    LOGITS_DTYPES,
+    check_dense,
+    check_experts,
+    check_memory,
+    check_router_inputs,
+    check_settings,
+    check_tensor,
+)
 from chord.w4a16 import PreparedMoeW4A16, WeightShape, moe_w4a16, prepare_moe_w4a16
 from chord.w4a16.api import ClearedFirst
 
 AnyPrepared = PreparedFusedRouter | PreparedMoeW4A16
 
 METHOD = (
-    "host clock around each call, bare driver call and prepared launch in turn; eager calls one after the other;"
+    "host clock around each call, bare driver call and prepared launch in turn; eager calls one after the other,"
+    " and what they do part by part (checks, buffers, launch): the rest of them is torch's dispatcher;"
     " first call: fresh process with CUDA up, until the result is there; preloaded: fresh processes in which every"
     " program is loaded, a launch after 50 ms without any, or after 20 of another program"
 )
@@ -142,6 +161,32 @@ def call_times(call: Callable[[], object], calls: int = 2000) -> list[float]:
     return samples
 
 
+def eager_parts(logits: torch.Tensor, bias: torch.Tensor, top_k: int, block_m: int) -> dict[str, Callable[[], object]]:
+    """What `chord.fused_router` does itself in a call on these tensors, by name: a profile of its host time.
+
+    checks: all that is asked of the arguments; buffers: the outputs' allocation; launch: from the kernel's look-up on.
+    """
+    experts, device = logits.shape[1], logits.device
+
+    def check() -> None:
+        check_settings(top_k, block_m, True, 1.0)
+        check_tensor("logits", logits, LOGITS_DTYPES, (None, None))
+        check_dense("bias", bias)
+        expert_map, num_local = resolve_local_experts(None, experts, device)
+        check_router_inputs(logits, bias, top_k, block_m)
+        check_experts(expert_map, experts, num_local)
+        check_memory({"logits": logits, "bias": bias}, {})
+
+    def allocate() -> tuple[torch.Tensor, torch.Tensor, RoutePlan]:
+        shape = logits.shape[0], top_k
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
+        return weights, ids, empty_route_plan(shape[0], top_k, experts, block_m, device)
+
+    run = partial(router_launch.fused_router, logits, bias, block_m, True, 1.0, None, *allocate())
+    return {"checks": check, "buffers": allocate, "launch": run}
+
+
 def first_call(tokens: int, num_experts: int = 896, top_k: int = 16) -> FirstCall:
     """Runs a fresh Python process. Raises RuntimeError with its output when it fails."""
     code = FIRST_CALL_CODE.format(tokens=tokens, experts=num_experts, top_k=top_k)
@@ -218,6 +263,8 @@ def _add_launches(tokens: int, launches: int, add: Callable[[str, int, str, list
     for scenario, own in (("eager", None), ("eager_own_plan", plan)):
         call = partial(fused_router, case.logits, case.bias, top_k=top_k, block_m=8, plan=own)
         add(scenario, tokens, prepared.program, call_times(call))
+    for part, run in eager_parts(case.logits, case.bias, top_k, 8).items():
+        add(f"eager_{part}", tokens, prepared.program, call_times(run))
 
 
 def _add_w4a16_launches(launches: int, add: Callable[[str, int, str, list[float]], None]) -> None:

@@ -17,8 +17,9 @@ import torch
 from cases.operators import CASES, PREPARED_CASES, PREPARED_IDS
 from unit.registry.fakes import FakeApi
 
+import chord
 from chord import _runtime
-from chord.bench.host import bare_launch, launch_times
+from chord.bench.host import bare_launch, eager_parts, launch_times
 from chord.checks.w4a16 import weights_of
 from chord.errors import ManifestError
 from chord.registry import Registry
@@ -132,6 +133,17 @@ def test_r10_a_wrapper_refuses_another_argument_list(case, gpu, monkeypatch):
         with pytest.raises(ManifestError, match=rf"^{case.operator}: this chord .*, the manifest has"):
             call(**given)
     assert not gpu.api.launches
+
+
+def test_an_eager_call_comes_in_parts(gpu):
+    given = next(case for case in CASES if case.operator == "fused_router").make(3, torch.device("cpu"))
+    parts = eager_parts(given["logits"], given["bias"], given["top_k"], given["block_m"])
+    assert list(parts) == ["checks", "buffers", "launch"]
+    kernels = {part: len(gpu.launched(call)) for part, call in parts.items()}
+    assert (kernels["checks"], kernels["buffers"]) == (0, 0)
+    assert kernels["launch"] == len(gpu.launched(lambda: chord.fused_router(**given))) > 0
+    with pytest.raises(ValueError, match="bias: expected shape"):
+        eager_parts(given["logits"], given["bias"][:5], given["top_k"], given["block_m"])["checks"]()
 
 
 def test_what_launches_no_kernel_has_no_driver_calls():
