@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fuzz everything that reads data (manifest, lock, receipts, signatures, tables, cubins) with Atheris, a while each:
+# Fuzz everything that reads data (manifest, lock, receipts, signatures, keys, tables, cubins) with Atheris, a while each:
 #   scripts/fuzz.sh [SECONDS [TARGET...]]     default: 60 s for each target of tests/fuzz/targets.py
 # An input may take 10 s and 2 GiB. What breaks is kept in build/out/fuzz/<target>; exit 1 if anything was found.
 set -euo pipefail

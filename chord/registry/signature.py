@@ -221,12 +221,12 @@ def _decode_envelope(data: bytes) -> Envelope:
 def _public_keys(path: Path, source: str) -> Sequence[SSlibKey]:
     """Every public key of a PEM file. Raises SettingsError unless there are some, each of them Ed25519."""
     data = _read_key(path, source)
-    serialization, signer = _library(source)
+    serialization, signer, unsupported = _library(source)
     found = []
     for block in _PUBLIC.findall(data):
         try:
             key = signer.SSlibKey.from_crypto(serialization.load_pem_public_key(block))
-        except ValueError as error:
+        except (ValueError, unsupported) as error:
             raise SettingsError(f"{source}: {path} holds a key that cannot be read: {error}") from error
         if key.keytype != "ed25519":
             raise SettingsError(f"{source}: {path}: expected Ed25519 keys, got one of {key.keytype}")
@@ -241,11 +241,11 @@ def _public_keys(path: Path, source: str) -> Sequence[SSlibKey]:
 
 def _signer(path: Path) -> CryptoSigner:
     data = _read_key(path, "--key")
-    serialization, signer = _library("--key")
+    serialization, signer, unsupported = _library("--key")
     try:
         private = serialization.load_pem_private_key(data, password=None)
         made: CryptoSigner = signer.CryptoSigner(private)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, unsupported) as error:
         raise SettingsError(
             f"--key: {path}: expected an Ed25519 private key in PEM, not encrypted (`openssl genpkey -algorithm "
             f"ed25519`): {error}"
@@ -262,12 +262,14 @@ def _read_key(path: Path, source: str) -> bytes:
         raise SettingsError(f"{source}: expected a PEM file, cannot read {path} ({error.strerror})") from error
 
 
-def _library(source: str) -> tuple[Any, Any]:
+def _library(source: str) -> tuple[Any, Any, type[Exception]]:
+    """What reads keys, what makes signers of them, and the error about kinds of keys that neither knows."""
     try:
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from securesystemslib import signer
     except ImportError as error:
         raise SettingsError(
             f"{source}: signatures need {error.name}: pip install 'chord-registry[sign]'; nothing is trusted without it"
         ) from error
-    return serialization, signer
+    return serialization, signer, UnsupportedAlgorithm

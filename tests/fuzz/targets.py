@@ -85,6 +85,39 @@ def run_envelope(data: bytes) -> object:
     return signature._require_subject(envelope.payload, "0" * 64, signature.PROVENANCE, "here")
 
 
+def run_keys(data: bytes) -> object:
+    _file().write_bytes(data)
+    return signature._public_keys(_file(), "here")
+
+
+class _Signed(NamedTuple):
+    """A manifest with its envelope beside it, which runs overwrite, and the public key that vouches for it."""
+
+    path: Path
+    public: Path
+    digest: str
+    envelope: bytes
+
+
+@cache
+def _signed() -> _Signed:
+    from signing import key_pair
+
+    path = _file().with_name("manifest.json")
+    secret, public = key_pair(path.parent, "fuzz")
+    path.write_bytes(canonical.encode(_manifest()))
+    digest = canonical.digest(path.read_bytes())
+    signature.sign(path, signature.manifest_statement(_manifest(), digest), secret)
+    return _Signed(path, public, digest, signature.envelope_path(path).read_bytes())
+
+
+def run_signature(data: bytes) -> object:
+    """An envelope, all the way to the key's verdict."""
+    signed = _signed()
+    signature.envelope_path(signed.path).write_bytes(data)
+    return signature.verify(signed.path, signed.digest, signature.PROVENANCE, signed.public, "here")
+
+
 def _seed_manifest() -> list[bytes]:
     return [canonical.encode(_manifest())]
 
@@ -139,6 +172,8 @@ TARGETS = {
     "lock": Target(lambda data: lock.decode(data, "here"), (ChordError,), _seed_lock),
     "receipt": Target(lambda data: receipts.decode(data, "here"), (ChordError,), lambda: [receipts.encode(_receipt())]),
     "envelope": Target(run_envelope, (ChordError, ValueError), _seed_envelope),
+    "signature": Target(run_signature, (ChordError,), lambda: [_signed().envelope]),
+    "keys": Target(run_keys, (ChordError,), lambda: [_signed().public.read_bytes()]),
     "table": Target(run_table, (ChordError,), _seed_tables),
     "registry_table": Target(run_registry_table, (ChordError,), lambda: [b'version = "0.1.0"\nserial = 3\n']),
     "toolchain": Target(run_pin, (ChordError,), lambda: [(ROOT / "build" / "toolchain.toml").read_bytes()]),

@@ -24,7 +24,7 @@ from fuzz.bombs import BOMBS
 from fuzz.targets import TARGETS, try_one
 
 ROOT = _paths.PACKAGE.parent
-JSON_TARGETS = ("manifest", "lock", "receipt", "envelope")
+JSON_TARGETS = ("manifest", "lock", "receipt", "envelope", "signature")
 slow = settings(
     deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )

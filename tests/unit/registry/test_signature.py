@@ -176,6 +176,20 @@ def test_keys_that_cannot_be_used(plain, keys, tmp_path):
     assert not (plain / "manifest.json.dsse").exists()
 
 
+def test_a_key_of_a_kind_that_nobody_knows(plain, keys, tmp_path):
+    """Its algorithm is an id that no library has; cryptography has an error of its own for that."""
+    secret, public = (path.read_bytes().splitlines() for path in keys)
+    for lines, name in ((secret, "key.pem"), (public, "key.pub")):
+        body = bytearray(base64.b64decode(lines[1]))
+        at = body.index(b"\x2b\x65\x70")  # 1.3.101.112, Ed25519
+        body[at : at + 3] = b"\x2b\x65\x01"
+        (tmp_path / name).write_bytes(b"\n".join([lines[0], base64.b64encode(body), lines[2], b""]))
+    with pytest.raises(SettingsError, match=r"key: .* holds a key that cannot be read"):
+        Registry.open(plain, key=tmp_path / "key.pub")
+    with pytest.raises(SettingsError, match=r"--key: .*expected an Ed25519 private key"):
+        signature.check_signer(tmp_path / "key.pem", None)
+
+
 def test_without_the_library_nothing_is_trusted(signed, keys, monkeypatch):
     monkeypatch.setitem(sys.modules, "securesystemslib", None)
     with pytest.raises(SettingsError, match=r"signatures need securesystemslib: pip install 'chord-registry\[sign\]'"):
