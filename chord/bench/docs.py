@@ -59,8 +59,9 @@ def update(document: Path, folder: Path) -> bool:
     """
     try:
         before = document.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{document}: expected a document to fill ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{document}: expected a document to fill ({why})") from error
     after = _REGION.sub(lambda match: match[1] + _content(match[2], document, folder) + match[4], before)
     if after != before:
         document.write_text(after, encoding="utf-8")

@@ -69,7 +69,11 @@ def _locked_before(path: Path, opened: Registry) -> Lock | None:
     """The lock file that there is already; None where there is none. Raises RollbackError if it locks a newer one."""
     if not os.path.lexists(path):
         return None
-    before, serial = lock_file.read(path, "chord lock"), opened.manifest.registry.serial
+    serial = opened.manifest.registry.serial
+    try:
+        before = lock_file.read(path, "chord lock")
+    except LockError as error:
+        raise LockError(f"{error}, and move that file away first: what is none is not written over") from error
     if serial < before.registry.serial:
         raise RollbackError(
             f"{opened.root} has serial {serial}, {path} locks serial {before.registry.serial}: refused as a rollback; "

@@ -56,12 +56,12 @@ def decode(data: bytes, place: str) -> Lock:
     if version not in (None, LOCK_VERSION):
         raise LockError(
             f"{place} has lock_version {version}, this chord reads {LOCK_VERSION}; install the chord that wrote it, or "
-            "remove it and write it again with `chord lock`"
+            "write one with `chord lock`"
         )
     try:
         return decode_json(data, Lock)
     except ValueError as error:
-        raise LockError(f"{place} is not a lock file: {error}; remove it and write one with `chord lock`") from error
+        raise LockError(f"{place} is not a lock file: {error}; write one with `chord lock`") from error
 
 
 def read(path: Path, source: str) -> Lock:

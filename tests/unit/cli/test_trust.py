@@ -91,12 +91,13 @@ def test_lock_into_another_file_refuses_to_go_back_too(tree: Path, tmp_path: Pat
     assert not (tmp_path / "new.lock").exists()
 
 
-def test_what_lies_there_and_is_no_lock_file_is_to_be_removed_first(tree: Path, tmp_path: Path) -> None:
+def test_what_lies_there_and_is_no_lock_file_is_not_written_over(tree: Path, tmp_path: Path) -> None:
     path = tmp_path / "chord.lock"
     path.write_text("{}")
     said = chord("lock", "--registry", tree, "--out", path, code=1)
     assert f"{path} is not a lock file" in said
-    assert "remove it and write one with `chord lock`" in said
+    assert "write one with `chord lock`, and move that file away first" in said
+    assert path.read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", ["CHORD_LOCK", "CHORD_KEY", "CHORD_PIN"])

@@ -204,6 +204,9 @@ def test_documents_with_unknown_figures_are_refused(tmp_path):
         docs.update(document, tmp_path / "results")
     with pytest.raises(ValueError, match=r"none\.md: expected a document to fill \(No such file"):
         docs.update(tmp_path / "none.md", tmp_path)
+    document.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=rf"{document.name}: expected a document to fill \(.*utf-8"):
+        docs.update(document, tmp_path)
 
 
 def test_first_launches_of_other_operators_are_refused():
