@@ -16,6 +16,7 @@ from chord.registry.facade import MANIFEST_NAME
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from chord.build.builder import BuildReport
     from chord.build.jobs import Selection
     from chord.build.make import Progress, Step
     from chord.build.tree import Tree
@@ -82,6 +83,13 @@ def build(
 
     with _one_line_if_interrupted(), progress_bar(json) as progress:
         report = run(selection, tree=tree, jobs=jobs, progress=progress, locked=locked, executor=executor)
+    _tell(report, json)
+    if report.stale:
+        raise typer.Exit(1)
+
+
+def _tell(report: BuildReport, json: bool) -> None:
+    """Print what a build did, and the compiler's warnings on standard error."""
     for (program, where), log in report.warnings.items():
         errors().print(f"{program} for {where}:\n{log}", style="yellow", markup=False, highlight=False)
     if json:
@@ -101,8 +109,6 @@ def build(
             f"{len(report.removed)} removed, {report.seconds:.1f} s"
         )
         console().print(_published(report.digest, len(report.stale)), highlight=False, soft_wrap=True)
-    if report.stale:
-        raise typer.Exit(1)
 
 
 def as_selection(arch: list[str] | None, op: list[str] | None) -> Selection:

@@ -119,10 +119,7 @@ class Registry:
         )
         if require_receipt not in (None, False, True):  # such as "no", which is true
             raise TypeError(f"require_receipt: expected a bool, got {require_receipt!r}")
-        named = settings.receipts if receipts is None else _path(receipts, "receipts")
-        if named is not None and not named.is_dir():
-            variable = "CHORD_RECEIPTS" if receipts is None else "receipts"
-            raise SettingsError(f"{variable}: expected a folder of receipts, {named} is none")
+        named = _receipts_folder(settings, receipts)
         manifest_path = root / MANIFEST_NAME
         try:
             data = read_bounded(manifest_path, MANIFEST_BYTES)
@@ -319,6 +316,15 @@ def _path(path: str | Path | None, name: str) -> Path | None:
     if isinstance(path, str) and not path.strip():
         raise SettingsError(f"{name} is empty: expected a path; give one, or leave it out")
     return None if path is None else Path(path)
+
+
+def _receipts_folder(settings: _settings.Settings, receipts: str | Path | None) -> Path | None:
+    """The folder of receipts that an argument or the environment names. Raises SettingsError for what is none."""
+    named = settings.receipts if receipts is None else _path(receipts, "receipts")
+    if named is not None and not named.is_dir():
+        variable = "CHORD_RECEIPTS" if receipts is None else "receipts"
+        raise SettingsError(f"{variable}: expected a folder of receipts, {named} is none")
+    return named
 
 
 def _check_version(path: Path, version: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -106,3 +107,17 @@ def test_figures_are_those_of_the_committed_results(tmp_path: Path) -> None:
         assert not docs.update(copy, ROOT / "bench/results"), f"{page.name}: run `chord bench docs`"
         for drawing in tmp_path.glob("*.svg"):
             assert drawing.read_text() == (page.parent / drawing.name).read_text(), "run `chord bench docs`"
+
+
+def test_sizes_that_contributing_asks_for() -> None:
+    python = [*ROOT.glob("chord/**/*.py"), *ROOT.glob("scripts/*.py"), *ROOT.glob("tests/**/*.py")]
+    kernels = [path for path in ROOT.glob("templates/**/*") if path.is_file()]
+    assert [path for path in python if len(path.read_text().splitlines()) >= 500] == []
+    assert [path for path in kernels if len(path.read_text().splitlines()) >= 450] == []
+    long = [
+        f"{path}:{node.lineno}"
+        for path in python
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    ]
+    assert long == []
