@@ -115,7 +115,7 @@ def build(
 def read_manifest(tree: Tree) -> Manifest | None:
     """The tree's manifest; None when there is none that this version of chord can read."""
     try:
-        return canonical.decode(tree.manifest.read_bytes(), str(tree.manifest))
+        return canonical.decode(tree.manifest_bytes(), str(tree.manifest))
     except (FileNotFoundError, ManifestError):
         return None
 
@@ -189,7 +189,7 @@ def _publish(tree: Tree, manifest: Manifest, made: Made, locked: bool) -> tuple[
     store = Store(tree.store)
     for cubin in made.cubins.values():
         store.write(cubin)
-    if not tree.manifest.is_file() or tree.manifest.read_bytes() != data:
+    if not _lies_there(tree, data):
         write_atomically(tree.manifest, data)
     removed = store.unlisted(manifest)
     for path in [*removed, *tree.store.glob(".*.tmp"), *tree.root.glob(".manifest.json.*.tmp")]:
@@ -200,8 +200,15 @@ def _publish(tree: Tree, manifest: Manifest, made: Made, locked: bool) -> tuple[
     return tuple(path.name for path in removed), canonical.digest(data)
 
 
+def _lies_there(tree: Tree, data: bytes) -> bool:
+    try:
+        return tree.manifest_bytes() == data
+    except (FileNotFoundError, ManifestError):
+        return False
+
+
 def _require_unchanged(tree: Tree, manifest: Manifest, data: bytes) -> None:
-    if tree.manifest.is_file() and tree.manifest.read_bytes() == data:
+    if _lies_there(tree, data):
         return
     before, after = recorded_builds(read_manifest(tree)), recorded_builds(manifest)
     differing = [

@@ -58,7 +58,7 @@ def check(
     """
     tree, selection = tree or Tree.default(), selection or Selection()
     tree.require_sources()
-    manifest = canonical.decode(tree.manifest.read_bytes(), str(tree.manifest)) if tree.manifest.is_file() else None
+    manifest = canonical.decode(tree.manifest_bytes(), str(tree.manifest)) if tree.manifest.is_file() else None
     work = jobs_module.read(tree)
     selected = work.selected(selection)
     recorded = recorded_builds(manifest)
@@ -115,7 +115,7 @@ def _compare_rest(
     theirs, ours = msgspec.to_builtins(manifest), msgspec.to_builtins(expected)
     for path in _unequal_paths(theirs, ours, ""):
         yield Difference("", "", f"manifest.json: {path} is not what the sources say; write it with `chord build`")
-    if manifest == expected and tree.manifest.read_bytes() != canonical.encode(expected):
+    if manifest == expected and tree.manifest_bytes() != canonical.encode(expected):
         yield Difference("", "", "manifest.json: its bytes are not in canonical form; write it with `chord build`")
 
 

@@ -73,6 +73,12 @@ class Headers:
                     f"{user}:{include.line}: {include.header!r} is not under templates/include: headers come from "
                     "there alone, toolkit and system headers are not used"
                 )
+            target = path.resolve()
+            if not target.is_relative_to(self._folder.resolve()):
+                raise ClosureError(
+                    f"{user}:{include.line}: {include.header!r} is a link out of templates/include, to {target}: "
+                    "headers come from there alone"
+                )
             if path.suffix != HEADER_ENDING:
                 raise ClosureError(
                     f"{user}:{include.line}: {include.header!r}: expected a name that ends in {HEADER_ENDING}: "

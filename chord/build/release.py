@@ -26,7 +26,7 @@ def complete_store(root: Path, report: Callable[[str], None]) -> list[Path]:
     tree = Tree(root)
     if not tree.manifest.is_file():
         raise VerificationError(f"{tree.manifest}: expected the committed manifest, found no file; run `chord build`")
-    manifest = canonical.decode(tree.manifest.read_bytes(), str(tree.manifest))
+    manifest = canonical.decode(tree.manifest_bytes(), str(tree.manifest))
     recorded = recorded_builds(manifest)
     work = jobs_module.read(tree)
     planned = {job.key: job for job in work.jobs}

@@ -42,7 +42,11 @@ class _Loader(jinja2.FileSystemLoader):
                 f"templates/{template}: expected a name that ends in {' or '.join(SOURCE_ENDINGS)}: "
                 "no other file is recorded and packaged"
             )
-        return super().get_source(environment, template)
+        text, found, is_current = super().get_source(environment, template)
+        folder = Path(self.searchpath[0]).resolve()
+        if not Path(found).resolve().is_relative_to(folder):
+            raise RenderError(f"templates/{template}: a link out of templates/, to {Path(found).resolve()}")
+        return text, found, is_current
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chord import _paths
-from chord.errors import ChordError
+from chord.errors import ChordError, ManifestError
+from chord.registry.decoding import MANIFEST_BYTES, read_bounded
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class Tree:
     def manifest(self) -> Path:
         """The generated lock file to the tables."""
         return self.root / "manifest.json"
+
+    def manifest_bytes(self) -> bytes:
+        """The manifest as it lies there. Raises FileNotFoundError, ManifestError for what cannot be one."""
+        try:
+            return read_bounded(self.manifest, MANIFEST_BYTES)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ManifestError(f"{self.manifest}: cannot be read: {error.strerror}") from error
 
     @property
     def out(self) -> Path:

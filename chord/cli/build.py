@@ -11,7 +11,6 @@ import typer
 from chord import _settings
 from chord.cli._output import Json, console, errors, print_json
 from chord.errors import SettingsError
-from chord.registry.facade import MANIFEST_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -170,10 +169,13 @@ def _require_pinned(tree: Tree | None, settings: _settings.Settings, *, writes: 
         raise SettingsError(
             f"{' and '.join(asked)} is set, and `chord build` writes a manifest: unset it, or add --locked or --check"
         )
-    root = (tree or Tree.default()).root
-    data = (root / MANIFEST_NAME).read_bytes()
-    demands = Demands.gather(settings, root, pin=None, lock=None, key=None, relock=False)
-    demands.check_bytes(root / MANIFEST_NAME, data, canonical.digest(data))
+    tree = tree or Tree.default()
+    try:
+        data = tree.manifest_bytes()
+    except FileNotFoundError:
+        raise SettingsError(f"{' and '.join(asked)} is set: expected {tree.manifest}, found no file") from None
+    demands = Demands.gather(settings, tree.root, pin=None, lock=None, key=None, relock=False)
+    demands.check_bytes(tree.manifest, data, canonical.digest(data))
 
 
 @contextmanager

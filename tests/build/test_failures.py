@@ -10,10 +10,11 @@ import pytest
 import toytree
 from chord._version import __version__
 from chord.build.builder import BuildFailedError, build
+from chord.build.check import check
 from chord.build.nvrtc import Request, Result
 from chord.build.pool import CompilerPool
 from chord.build.tree import Tree
-from chord.errors import TableError
+from chord.errors import ManifestError, TableError
 
 SINGLE = "templates/toy/single.cu.j2"
 MANY = "templates/toy/many.cu.j2"
@@ -206,6 +207,16 @@ def test_a_serial_that_goes_back(built: Tree) -> None:
     toytree.edit(built.root, "registry/registry.toml", "serial = 2", "serial = 4")
     build(tree=built, jobs=2)
     assert b'"serial": 4' in built.manifest.read_bytes()
+
+
+def test_a_manifest_too_large_to_be_one_is_not_read(built: Tree) -> None:
+    good = built.manifest.read_bytes()
+    with built.manifest.open("ab") as file:
+        file.truncate(1 << 36)  # takes no room on the disk
+    with pytest.raises(ManifestError, match="cannot be read: expected at most"):
+        check(tree=built)
+    build(tree=built, jobs=2)
+    assert built.manifest.read_bytes() == good
 
 
 def test_a_manifest_that_cannot_be_read_holds_no_serial_back(built: Tree) -> None:

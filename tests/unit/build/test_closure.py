@@ -101,6 +101,17 @@ def test_a_header_beside_the_including_one_is_not_found(include: Path) -> None:
         Headers(include).needed_by(SOURCE, "k.cu")
 
 
+def test_a_link_that_leads_out_is_refused(include: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A folder of somebody else's must not show its builder's files in a compiler's log."""
+    outside = tmp_path_factory.mktemp("outside") / "secret.cuh"
+    outside.write_text("secret")
+    (include / "out.cuh").symlink_to(outside)
+    with pytest.raises(ClosureError, match=rf"^k\.cu:1: 'out\.cuh' is a link out of templates/include, to {outside}"):
+        Headers(include).needed_by('#include "out.cuh"\n', "k.cu")
+    (include / "in.cuh").symlink_to("c.cuh")
+    assert "in.cuh" in Headers(include).needed_by('#include "in.cuh"\n', "k.cu")
+
+
 def test_a_header_that_no_wheel_would_carry_is_refused(include: Path) -> None:
     (include / "old.h").write_text("")
     with pytest.raises(ClosureError, match=r"^k\.cu:1: 'old\.h': expected a name that ends in \.cuh"):

@@ -68,6 +68,17 @@ def test_errors_name_the_template_that_was_included(tmp_path: Path, renderer: Re
         renderer.render(name, {}, "s")
 
 
+def test_a_link_that_leads_out_is_refused(
+    tmp_path: Path, renderer: Renderer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "secret.cu.j2"
+    outside.write_text("secret")
+    (tmp_path / "op").mkdir(exist_ok=True)
+    (tmp_path / "op" / "out.cu.j2").symlink_to(outside)
+    with pytest.raises(RenderError, match=rf"templates/op/out\.cu\.j2: a link out of templates/, to {outside}"):
+        renderer.render("op/out.cu.j2", {}, "s")
+
+
 def test_a_missing_template(renderer: Renderer) -> None:
     with pytest.raises(RenderError, match=r"^templates/op/none\.cu\.j2: no such template"):
         renderer.render("op/none.cu.j2", {}, "s")

@@ -190,6 +190,12 @@ def test_r23_a_build_honours_the_settings(tree: Path, tmp_path: Path) -> None:
     assert (refused.returncode, "CHORD_PIN is set" in refused.stderr) == (1, True)
 
 
+def test_a_pinned_build_without_a_manifest_says_so(tmp_path: Path) -> None:
+    root = toytree.write(tmp_path / "tree")
+    refused = run("build", "--locked", "--root", root, CHORD_PIN="0" * 64)
+    assert (refused.returncode, f"CHORD_PIN is set: expected {root}/manifest.json" in refused.stderr) == (1, True)
+
+
 @pytest.mark.parametrize("words", [["build"], ["build", "--check"]])
 def test_a_folder_without_sources_is_left_alone(tmp_path: Path, words: list[str]) -> None:
     refused = run(*words, CHORD_REGISTRY=str(tmp_path))
