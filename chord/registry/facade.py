@@ -109,7 +109,8 @@ class Registry:
         relock: no lock file counts, since a new one is to be written.
         resign: no key counts, since the manifest is to be signed.
         path_name: what `source` and errors call `path`, for a caller whose users know it under another name.
-        Raises SettingsError, PinMismatchError, LockError, SignatureError or ManifestError.
+        Raises SettingsError, PinMismatchError, LockError, SignatureError or ManifestError; TypeError for a
+        require_receipt that is no bool.
         """
         settings = _settings.read()
         given = _path(path, path_name)
