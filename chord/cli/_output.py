@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,17 +44,36 @@ def open_registry(
     return Registry.open(path, pin, lock=lock, key=key, relock=relock, resign=resign, path_name="--registry")
 
 
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""Control characters but tab and newline, and what stands for bytes that are no UTF-8."""
+
+
+def printable(text: str) -> str:
+    """Text with escapes in place of what a terminal would obey or could not show.
+
+    Names of files come from others: one could repaint what `chord verify` says of it, or end the command.
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class _Console(Console):
+    """Prints text as it is, but for what is not printable."""
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has it
+        super().print(*(printable(shown) if isinstance(shown, str) else shown for shown in objects), **options)
+
+
 def console() -> Console:
     """Standard output, looked up at every call so that it can be redirected; wide where no terminal sets a width.
 
     Text is shown as it is: brackets in a path or in a manifest's words are no markup.
     """
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False)
+    return _Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, markup=False)
 
 
 def errors() -> Console:
     """Standard error: progress and failures, so that standard output holds results alone."""
-    return Console(stderr=True, markup=False)
+    return _Console(stderr=True, markup=False)
 
 
 def fail(error: BaseException | str) -> None:
@@ -69,13 +89,25 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 def print_json(document: Any) -> None:  # noqa: ANN401 - whatever msgspec can encode
     """One document, sorted keys, two spaces of indent."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=2) + b"\n")
+    try:
+        data = msgspec.json.encode(document, order="sorted")
+    except UnicodeEncodeError:  # a file's name that is no UTF-8
+        data = msgspec.json.encode(_all_printable(msgspec.to_builtins(document)), order="sorted")
+    sys.stdout.buffer.write(msgspec.json.format(data, indent=2) + b"\n")
     sys.stdout.flush()
+
+
+def _all_printable(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+    if isinstance(value, dict):
+        return {_all_printable(key): _all_printable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_all_printable(inner) for inner in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """A table whose title and cells are shown as they are: brackets in them are no markup."""
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -84,4 +116,4 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[obje
 
 
 def _cell(value: object) -> Text:
-    return Text("" if value is None else str(value))
+    return Text("" if value is None else printable(str(value)))
