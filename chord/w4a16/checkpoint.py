@@ -134,8 +134,9 @@ class ExpertReader:
         config = self._tensors.config()
         quantization = None if config is None else quantization_of(config)
         if quantization is not None:
-            module = self._prefix if self._stacked else f"{self._prefix}.0.{self._projections[0]}"
-            check_scheme(quantization, module)
+            modules = [self._prefix] if self._stacked else [f"{self._prefix}.0.{name}" for name in self._projections]
+            for module in modules:
+                check_scheme(quantization, module)
 
     def w13(self, expert: int) -> Part:
         """Gate rows, then up rows: [2 I, H]."""

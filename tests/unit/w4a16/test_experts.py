@@ -315,6 +315,36 @@ def test_schemes_that_are_not_served_are_named(change, message, weights, tmp_pat
         chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
 
 
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_a_scheme_of_one_projection_alone_is_named(projection, weights, tmp_path):
+    scheme = changed({})
+    group = json.loads(json.dumps(scheme["config_groups"]["group_0"]))
+    group["weights"]["num_bits"] = 8
+    scheme["config_groups"]["group_1"] = {**group, "targets": [f"re:.*experts.*{projection}"]}
+    folder = write(tmp_path, per_expert(weights), {"quantization_config": scheme})
+    with pytest.raises(ValueError, match=rf"experts\.0\.{projection}: quantization_config has weights\.num_bits = 8"):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"text_config": 3}, "expected an object as text_config, got 3"),
+        ({"quantization_config": [1]}, r"expected an object as quantization_config, got \[1\]"),
+        ({"quantization_config": {**SCHEME, "config_groups": [1]}}, "expected an object as config_groups"),
+        ({"quantization_config": {**SCHEME, "config_groups": {"group_0": 1}}}, "expected an object as group_0, got 1"),
+        ({"quantization_config": changed({"targets": "Linear"})}, r"a list of texts as group_0\.targets, got 'Linear'"),
+        ({"quantization_config": changed({"weights": "int4"})}, "expected an object as weights, got 'int4'"),
+        ({"quantization_config": {**SCHEME, "ignore": [3]}}, r"expected a list of texts as ignore, got \[3\]"),
+        ({"quantization_config": {**SCHEME, "ignore": ["re:("]}}, r"a regular expression behind re:, got 're:\('"),
+    ],
+)
+def test_a_config_of_another_form_is_named(config, message, weights, tmp_path):
+    folder = write(tmp_path, per_expert(weights), config)
+    with pytest.raises(ValueError, match=message):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
 def test_a_group_that_names_the_experts_goes_first(weights, tmp_path):
     scheme = changed({"weights.group_size": 128})
     scheme["config_groups"]["group_1"] = {**SCHEME["config_groups"]["group_0"], "targets": ["re:.*mlp.experts.*"]}
@@ -353,6 +383,21 @@ GATE = f"{PREFIX}.0.gate_proj.weight"
 def test_tensors_that_are_not_served_are_named(change, message, weights, tmp_path):
     folder = write(tmp_path, change(per_expert(weights)))
     with pytest.raises(ValueError, match=message):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("w13_weight_zero_point", "zero points"),
+        ("w2_weight_g_idx", "act order"),
+        ("w2_input_scale", "quantised inputs"),
+        ("w13_bias", "biases"),
+    ],
+)
+def test_tensors_of_stacks_that_are_not_served_are_named(name, meaning, weights, tmp_path):
+    folder = write(tmp_path, {**stacked(weights), f"{PREFIX}.{name}": torch.zeros(1)})
+    with pytest.raises(ValueError, match=f"{name}: {meaning} are not served"):
         chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
 
 
