@@ -237,10 +237,11 @@ def test_slabs_of_a_batched_dispatcher() -> None:
 
 
 def test_the_log_says_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord.integrations import layers
     from chord.integrations.vllm import method
 
     said: list[str] = []
-    monkeypatch.setattr(method, "_said", set())
+    monkeypatch.setattr(layers, "_said", set())
     monkeypatch.setattr(method._log, "info", lambda text, *parts: said.append(text % parts))
     loaded_layer()
     loaded_layer()

@@ -115,6 +115,27 @@ def test_the_layer_is_right(split: dict[str, host.Rank]) -> None:
     assert torch.equal(weights.w13[0], torch.cat([sent[first, "w1"][0][half], sent[first, "w3"][0][half]]))
 
 
+def test_a_shard_that_no_kernel_takes_names_the_layer() -> None:
+    with pytest.raises(
+        ValueError, match=rf"{sglanghost.NAME}: k: expected .* 64, got 96 .*intermediate size 96 on thi"
+    ):
+        sglanghost.layer(**SHAPE | {"intermediate": 96})
+
+
+def test_the_log_says_which_kernels_serve(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from chord.integrations import layers
+
+    monkeypatch.setattr(layers, "_said", set())
+    with caplog.at_level("INFO", "chord.integrations.sglang"):
+        for seed in (1, 2):
+            layer = sglanghost.layer(**SHAPE)
+            sglanghost.load(layer, seed, **SHAPE)
+            layer.quant_method.process_weights_after_loading(layer)
+    (line,) = [record.getMessage() for record in caplog.records if "INT4 experts" in record.getMessage()]
+    assert "INT4 experts by ChordMoEMethod, kernels " in line
+    assert "manifest" in line
+
+
 def test_an_empty_batch_and_another_dispatch_format() -> None:
     layer = sglanghost.layer(**SHAPE)
     sglanghost.load(layer, 1, **SHAPE)
