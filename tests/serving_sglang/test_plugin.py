@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +136,32 @@ def test_the_log_says_which_kernels_serve(monkeypatch: pytest.MonkeyPatch, caplo
     (line,) = [record.getMessage() for record in caplog.records if "INT4 experts" in record.getMessage()]
     assert "INT4 experts by ChordMoEMethod, kernels " in line
     assert "manifest" in line
+
+
+def test_the_examples_checkpoint_gives_what_the_layer_gives(tmp_path: Path) -> None:
+    """Written by the example, loaded by SGLang's loader and by chord.W4A16Experts: equal bytes and equal outputs."""
+    pytest.importorskip("safetensors", reason="checkpoints need safetensors")
+    from safetensors.torch import load_file
+
+    import chord
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/kimi_checkpoint.py"))
+    example["write"](tmp_path)
+    sizes = {"experts": example["EXPERTS"], "top_k": example["TOP_K"]}
+    sizes |= {"hidden": example["HIDDEN"], "intermediate": example["INTERMEDIATE"]}
+    layer, prefix = sglanghost.layer(**sizes), example["PREFIX"]
+    tensors = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    for expert in range(sizes["experts"]):
+        for shard, projection in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            stem = f"{prefix}.{expert}.{projection}.weight"
+            sglanghost.send(layer, expert, shard, tensors[f"{stem}_packed"], tensors[f"{stem}_scale"])
+    layer.quant_method.process_weights_after_loading(layer)
+    device = layer.w13_weight.device
+    own = chord.W4A16Experts.from_safetensors(tmp_path, prefix, device=device)
+    assert torch.equal(layer.w13_weight, own.w13)
+    assert torch.equal(layer.w2_weight, own.w2)
+    given = sglanghost.routed(11, torch.Generator(device).manual_seed(3), **sizes)
+    assert torch.equal(sglanghost.forward(layer, given), own(given.x, given.weights, given.ids))
 
 
 def test_an_empty_batch_and_another_dispatch_format() -> None:
