@@ -78,13 +78,13 @@ def check_outputs(given: Arguments, shape: WeightShape, routed: torch.Tensor, ou
     check_tensor("routed", routed, (torch.bfloat16,), (tokens * top_k, shape.n))
     check_tensor("out", out, (torch.bfloat16,), (tokens, shape.n))
     check_devices({"x": given.x, "routed": routed, "out": out})
-    routes = {"topk_weights": given.topk_weights, "topk_ids": given.topk_ids}
-    inputs = {"packed": given.packed, "sorted_token_ids": given.sorted_token_ids, **routes}
+    inputs = {"packed": given.packed, "sorted_token_ids": given.sorted_token_ids}
+    inputs |= {"topk_weights": given.topk_weights, "topk_ids": given.topk_ids}
     anywhere = {"expert_ids": given.expert_ids, "num_tokens_post_padded": given.num_tokens_post_padded}
     if given.expert_map is not None:
         anywhere["expert_map"] = given.expert_map
-    check_memory({"x": given.x, **inputs}, {"routed": routed}, anywhere)
-    check_memory({"routed": routed, **inputs}, {"out": out}, anywhere)
+    check_memory(inputs, {"routed": routed, "out": out}, anywhere)
+    check_memory({"x": given.x}, {"routed": routed})
 
 
 def local_ids(given: Arguments) -> torch.Tensor:
