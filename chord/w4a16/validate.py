@@ -90,6 +90,7 @@ def check_inputs(
     tensors = {"x": x, "packed": packed}
     for name, tensor in (("sorted_token_ids", sorted_token_ids), ("expert_ids", expert_ids)):
         check_tensor(name, tensor, (torch.int32,), (None,))
+        check_int(f"{name} (entries)", tensor.shape[0], 0, MAX_PAIRS)  # the kernels count them in 32 bits
         tensors[name] = tensor
     name = "num_tokens_post_padded"
     tensors[name] = check_dense(name, num_tokens_post_padded)
