@@ -480,5 +480,17 @@ def test_arguments_of_another_type_are_named(changed_argument, message, weights,
 def test_codes_outside_four_bits_are_refused(weights, tmp_path):
     tensors = per_expert(weights, unpacked=True)
     tensors[GATE][3, 3] = 16
-    with pytest.raises(ValueError, match="codes: expected 0 to 15"):
+    with pytest.raises(ValueError, match="experts, gate and up of expert 0: codes: expected 0 to 15"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+
+
+def test_an_expert_of_another_size_or_without_finite_scales_is_named(weights, tmp_path):
+    tensors, down = per_expert(weights), f"{PREFIX}.3.down_proj.weight"
+    tensors[f"{down}_scale"][5, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"experts, down of expert 3: scale: expected magnitudes below 2\^31"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+    tensors = {name: part for name, part in per_expert(weights).items() if not name.startswith(f"{down}_shape")}
+    for part in (f"{down}_packed", f"{down}_scale"):
+        tensors[part] = tensors[part][:64].clone()
+    with pytest.raises(ValueError, match=r"down of expert 3: codes: expected a projection of 128 x 128, got 64 x 128"):
         chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
