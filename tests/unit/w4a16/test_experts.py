@@ -484,6 +484,26 @@ def test_codes_outside_four_bits_are_refused(weights, tmp_path):
         chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
 
 
+@pytest.mark.parametrize(("rows", "words"), [(64, None), (None, 8)])
+def test_gate_and_up_of_two_sizes_are_named(rows, words, weights, tmp_path):
+    """Together they may have as many rows as two that belong together."""
+    up = f"{PREFIX}.0.up_proj.weight"
+    tensors = {name: part for name, part in per_expert(weights).items() if name != f"{up}_shape"}
+    tensors[f"{up}_packed"] = tensors[f"{up}_packed"][:rows, :words].clone()
+    tensors[f"{up}_scale"] = tensors[f"{up}_scale"][:rows, : words and words // 4].clone()
+    with pytest.raises(ValueError, match=r"experts\.0: expected gate_proj and up_proj of one size, got codes"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+
+
+def test_stacks_of_an_odd_number_of_rows_are_named(weights, tmp_path):
+    tensors = stacked(weights)
+    for part in ("packed", "scale"):
+        name = f"{PREFIX}.w13_weight_{part}"
+        tensors[name] = torch.cat([tensors[name], tensors[name][:, :1]], dim=1)
+    with pytest.raises(ValueError, match="w13 of expert 0: expected as many gate rows as up rows, got 257 in all"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+
+
 def test_an_expert_of_another_size_or_without_finite_scales_is_named(weights, tmp_path):
     tensors, down = per_expert(weights), f"{PREFIX}.3.down_proj.weight"
     tensors[f"{down}_scale"][5, 1] = float("nan")
