@@ -76,6 +76,17 @@ def test_deployments_are_refused_by_name(server: dict[str, object], said: str) -
         sglanghost.layer(**SHAPE, server=server)
 
 
+def test_an_all_to_all_backend_is_refused_when_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    from chord.integrations.sglang import method
+
+    layer = sglanghost.layer(**SHAPE)
+    monkeypatch.setattr(method, "get_moe_a2a_backend", lambda: MoeA2ABackend.DEEPEP)
+    with pytest.raises(ValueError, match=rf"{sglanghost.NAME}: .* does not serve --moe-a2a-backend deepep \(none is\)"):
+        layer.quant_method.create_moe_runner(layer, layer.moe_runner_config)
+
+
 def test_deterministic_inference_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from chord.integrations import moe
 

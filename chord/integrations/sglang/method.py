@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import set_weight_attrs
@@ -70,6 +71,9 @@ class ChordMoEMethod(FusedMoEMethodBase):
             self._refuse("LoRA on routed experts (--enable-lora)")
         if settings.moe.enable_eplb or settings.moe.ep_num_redundant_experts:
             self._refuse("expert load balancing (--enable-eplb, --ep-num-redundant-experts)")
+        backend = get_moe_a2a_backend()
+        if not backend.is_none():
+            self._refuse(f"--moe-a2a-backend {backend.value} (none is)")
         self._invariant = bool(settings.deterministic.enable_deterministic_inference)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
