@@ -58,6 +58,7 @@ class W4A16Experts(torch.nn.Module):
                 f"local_experts, num_global_experts: expected the ids of {experts} experts, got {self.local_experts}"
             )
         self.w13_shape, self.w2_shape = w13.shape, w2.shape
+        self.layout_version = LAYOUT_VERSION  # stays with a module that is saved as a whole
         self.register_buffer("w13", w13.data)
         self.register_buffer("w2", w2.data)
         arch = _runtime.architecture(w13.device.index) if w13.device.type == "cuda" else None
@@ -220,7 +221,8 @@ class W4A16Experts(torch.nn.Module):
 
     def packed(self) -> tuple[PackedW4A16, PackedW4A16]:
         """(w13, w2) as the operators take them."""
-        return PackedW4A16(self.w13, self.w13_shape), PackedW4A16(self.w2, self.w2_shape)
+        version = self.layout_version
+        return PackedW4A16(self.w13, self.w13_shape, version), PackedW4A16(self.w2, self.w2_shape, version)
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.tensor([LAYOUT_VERSION])

@@ -1,6 +1,7 @@
 """W4A16Experts: against float64, partial ranks that add up, state, compile, and every checkpoint form it loads."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_state_is_restored_and_another_layout_refused(layer, inputs):
         ValueError, match="layout_version: this chord reads packed weights of version 1, the state has 2"
     ):
         other.load_state_dict(state | {"_extra_state": torch.tensor([2])})
+
+
+def test_a_module_that_was_saved_with_another_layout_is_refused(layer, inputs):
+    saved = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(saved(*inputs), layer(*inputs))
+    saved.layout_version = 2  # as another chord would have left it
+    again = pickle.loads(pickle.dumps(saved))
+    with pytest.raises(ValueError, match="layout_version: this chord reads packed weights of version 1, got 2"):
+        again(*inputs)
 
 
 def test_compiles_to_one_graph(layer, inputs):
