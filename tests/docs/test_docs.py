@@ -84,6 +84,15 @@ def test_adding_a_kernel_builds_as_shown(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "manifest.json").read_text())["operators"]["scale"]["arms"]["block"]["template"]
 
 
+@pytest.mark.parametrize("operator", ["moe_w4a16", "moe_w4a16_contiguous", "moe_w4a16_masked"])
+def test_the_table_of_arms_is_the_manifests(operator: str) -> None:
+    """docs/w4a16.md: every arm with its architectures, the same for the three operators."""
+    text = (ROOT / "docs/w4a16.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:sm_\w+(?:, )?)+) \|", text, re.MULTILINE)
+    programs = Registry.open().programs(operator).values()
+    assert {arm: set(archs.split(", ")) for arm, archs in rows} == {p.arm: set(p.architectures) for p in programs}
+
+
 def test_the_log_line_that_is_shown_is_the_one_that_comes() -> None:
     """docs/vllm.md: Kimi K2 tensor parallel over 8 on an H200, whatever the routes name today."""
     pytest.importorskip("torch", reason="the operators need torch")
