@@ -104,6 +104,11 @@ def test_another_activation_is_refused() -> None:
         new_layer(activation=MoEActivation.GELU)
 
 
+def test_router_weights_on_the_input_are_refused_when_the_layer_is_made() -> None:
+    with pytest.raises(ValueError, match=r"does not serve router weights on the input of experts \(model\.layers\.1"):
+        host.routed_experts(host.moe_config(**SHAPE), config_of(), apply_router_weight_on_input=True)
+
+
 def test_a_shard_that_no_kernel_takes_is_refused() -> None:
     config = host.moe_config(**{**SHAPE, "intermediate": 96})
     with pytest.raises(ValueError, match=r"k: expected a positive multiple of 64, got 96 .*intermediate size 96"):

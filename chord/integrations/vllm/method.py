@@ -46,9 +46,17 @@ class ChordMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,  # noqa: ANN401 - of the loader's
     ) -> None:
-        """Parameters under the names of compressed-tensors: two views of one buffer for each projection."""
+        """Parameters under the names of compressed-tensors: two views of one buffer for each projection.
+
+        Raises ValueError for types, sizes and settings that are not served.
+        """
         if params_dtype != torch.bfloat16:
             raise ValueError(f"{self.layer_name}: expected bfloat16 parameters (--dtype bfloat16), got {params_dtype}")
+        if getattr(layer, "apply_router_weight_on_input", False):
+            raise ValueError(
+                f"--quantization chord does not serve router weights on the input of experts ({self.layer_name}); "
+                "leave --quantization chord out"
+            )
         attributes = {**extra_weight_attrs, "is_transposed": False, "quant_method": "group"}
         sizes = (num_experts, hidden_size, intermediate_size_per_partition)
         for name, shape in layers.projections(self.layer_name, *sizes):
