@@ -16,7 +16,7 @@ from chord.w4a16.checkpoint import ExpertReader, Part, Shard
 from chord.w4a16.combine import moe_w4a16_combine
 from chord.w4a16.grouped import moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.layout import LAYOUT_VERSION, SCALE_GROUP, WeightShape
-from chord.w4a16.profiles import TP_SIZE, Profile, Role, select_profile
+from chord.w4a16.profiles import TP_SIZE, Profile, Role, check_names, select_profile
 from chord.w4a16.weights import PackedW4A16, pack_expert
 
 
@@ -92,6 +92,7 @@ class W4A16Experts(torch.nn.Module):
         check_int("tp_size", tp_size)
         if not isinstance(prefix, str):
             raise TypeError(f"prefix: expected a str, got {prefix!r:.80} ({type(prefix).__name__})")
+        check_names(profile, role)  # before much is read
         target = device_of(device)
         reader = ExpertReader(path, prefix, Shard(tp_rank, tp_size))
         experts = _checked_local(local_experts, reader.num_experts)

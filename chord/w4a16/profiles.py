@@ -60,8 +60,7 @@ def select_profile(
     TP8 shards and Blackwell have one profile for both. tensor_parallel_size: where the shape does not tell. Raises
     ValueError for what is unknown or contradicts itself.
     """
-    if role not in (None, *get_args(Role)):
-        raise ValueError(f"role: expected one of {', '.join(get_args(Role))}, got {role!r}")
+    check_names(profile, role)
     if tensor_parallel_size is not None:
         check_int("tensor_parallel_size", tensor_parallel_size)
     if profile != "auto":
@@ -82,9 +81,15 @@ def select_profile(
     return PROFILES[f"h200_grouped_{role}" if chosen.use_grouped else f"h200_{role}_ep8"]
 
 
+def check_names(profile: object, role: object) -> None:
+    """Raises ValueError for a profile or a role that does not exist, whatever the weights."""
+    if role not in (None, *get_args(Role)):
+        raise ValueError(f"role: expected one of {', '.join(get_args(Role))}, got {role!r}")
+    if profile not in ("auto", *PROFILES):
+        raise ValueError(f"profile: expected auto or one of {', '.join(PROFILES)}, got {profile!r}")
+
+
 def _named(name: str, arch: str | None) -> Profile:
-    if name not in PROFILES:
-        raise ValueError(f"profile: expected auto or one of {', '.join(PROFILES)}, got {name!r}")
     found = PROFILES[name]
     if arch is not None and arch not in found.archs:
         raise ValueError(f"profile: {name} is for {' and '.join(found.archs)}, the weights are on {arch}")

@@ -418,6 +418,9 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path, monkeypatch):
     load = chord.W4A16Experts.from_safetensors
     with pytest.raises(ValueError, match=r"local_experts: expected ids of 0 to 5, got range\(4, 8\)"):
         load(folder, PREFIX, device="cpu", local_experts=range(4, 8))
+    for name in ("profile", "role"):
+        with pytest.raises(ValueError, match=f"{name}: expected .* got 'typo'"):
+            load(tmp_path / "not even there", PREFIX, device="cpu", **{name: "typo"})
     with pytest.raises(ValueError, match="tp_size: gate_proj of expert 0 has 128 entries, which 3 GPUs cannot share"):
         load(folder, PREFIX, device="cpu", tp_size=3)
     with pytest.raises(ValueError, match="n: expected a positive multiple of 64, got 32"):
