@@ -43,7 +43,7 @@ def cubins() -> list[tuple[str, str]]:
     return [(name, arch) for name, program in sorted(programs.items()) for arch in sorted(program.builds)]
 
 
-@pytest.mark.skipif(NVDISASM is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm")
+@pytest.mark.skipif(NVDISASM is None, reason="needs nvdisasm: pip install 'chord-registry[sass]'")
 @pytest.mark.parametrize(("name", "arch"), cubins(), ids=" ".join)
 def test_instructions(name: str, arch: str) -> None:
     assert NVDISASM is not None
