@@ -157,8 +157,8 @@ def most_tiles(rows: int, experts: int) -> int:
 
 
 def most_items(tiles: int, shape: WeightShape) -> int:
-    """Items of so many row tiles: bounds a grid."""
-    return min(tiles * -(-shape.n // 256), _MAX_ITEMS)
+    """Items of so many row tiles, cut by strips of 64 outputs as a last round's are: bounds a grid."""
+    return min(tiles * -(-shape.n // 64), _MAX_ITEMS)
 
 
 def most_rows(values: Mapping[str, int], shape: WeightShape) -> int:
