@@ -26,7 +26,7 @@ MOVERS = {"moe_swiglu": 2, "moe_scatter": 2, "moe_combine": 2, SUMS: 1}
 """The operators that move and sum rows, likewise."""
 MAX_EXPERT_ROWS = 1 << 30
 
-_LEAST_TILE_ROWS = 32  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
+_LEAST_TILE_ROWS = 16  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
 _MAX_ITEMS = (1 << 31) - 1
 
 
