@@ -18,6 +18,7 @@ struct Window {
     u32 next;   // first block of the next window
     bool last;  // there is none
     u32 rows = 0, active = 0, widest = 0;  // what add_up_runs finds: rows of all runs, runs that have any, rows of the longest
+    u32 tiles = 0;  // tiles, where they have been numbered already
 
     __device__ __forceinline__ bool mean_at_most(u32 mean) const { return rows <= u64{mean} * active; }
 };

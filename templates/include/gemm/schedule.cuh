@@ -51,8 +51,12 @@ public:
     // Works out the items of a window whose runs are in the lists and added up. By all producer threads.
     __device__ __forceinline__ void open_window(const Window& window) {
         window_ = window;
-        if (window.widest > kSortedRows) sort_runs<T>(shared_, window_.runs);
-        items_ = whole_ = number_tiles() * groups_;
+        if (window.tiles > 0) {
+            items_ = whole_ = window.tiles * groups_;
+        } else {
+            if (window.widest > kSortedRows) sort_runs<T>(shared_, window_.runs);
+            items_ = whole_ = number_tiles() * groups_;
+        }
         parts_ = 1;
         const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round
         if (T::item_strips > 1 && window_.last && rest > 0 && rest <= items_ && rest * 2 <= gridDim.x) {

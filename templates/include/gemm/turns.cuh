@@ -9,6 +9,7 @@
 #include "gemm/problem.cuh"
 #include "gemm/producer.cuh"
 #include "gemm/rows.cuh"
+#include "gemm/rows_few.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/memory.cuh"
@@ -21,11 +22,12 @@ namespace gemm {
 
 constexpr u32 kTurnGroups = 4;  // math warpgroups that take turns
 
-// kLanes: lanes of a warp that arrive when sums are handed on, 1 or all 32.
-template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kLanes>
+// kLanes: lanes of a warp that arrive when sums are handed on, 1 or all 32. kFewFirst: 1: a plan of few blocks is looked at in one step.
+template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kLanes, u32 kFewFirst>
 struct TurnTile : Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, 0, 1> {
     using Base = Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, 0, 1>;
     static constexpr u32 lanes = kLanes;
+    static constexpr bool few_first = kFewFirst != 0;
 
     // Sums for each warpgroup to start from: [4 of a thread's][thread] of 16 bytes. Two barriers each: they are there, they are read.
     static constexpr u32 sums = round_up(Base::smem_bytes, 16u), sums_bytes = kMaxRows * kBlock * 4;
@@ -196,6 +198,9 @@ struct TurnBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
+        if constexpr (T::few_first) {
+            if (rows.num_blocks <= kFewBlocks) return few_block_runs<T>(rows, shared);
+        }
         return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
     }
 

@@ -1,0 +1,53 @@
+// The window of a plan that has room for 32 blocks at most, a block a lane: what rows.cuh finds in eight steps with barriers
+// between them, each warp finds by ballots and shuffles, and the loads do not wait for one another.
+#pragma once
+#include "common/types.cuh"
+#include "gemm/rows.cuh"
+#include "gemm/sort.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/special.cuh"
+#include "ptx/sync.cuh"
+
+namespace gemm {
+
+constexpr u32 kFewBlocks = 32;
+
+// The only window, with the sums of its lists and their tiles. `source` has at most kFewBlocks blocks. By all producer threads.
+template <class T, class Source>
+__device__ __forceinline__ Window few_block_runs(const Source& source, u32 shared) {
+    const u32 thread = threadIdx.x - T::first_producer, lane = thread % 32, first_slot = lane * source.block_m;
+    const i32 expert = source.expert(lane), padded = *source.num_tokens_post_padded;
+    u32 filled = 0;
+    for (u32 place = 0; place < source.block_m; place += 8) {
+        const u32 of_8 = source.filled_of_8(first_slot + place);
+        filled = of_8 > 0 ? place + of_8 : filled;
+    }
+    const bool exists = static_cast<i32>(first_slot) < padded && static_cast<u32>(expert) < source.num_experts;
+    const i32 mine = exists ? expert : -1;
+    const i32 before = __shfl_up_sync(kFullWarp, mine, 1), after = __shfl_down_sync(kFullWarp, mine, 1);
+    const bool starts = exists && (lane == 0 || mine != before), stops = exists && (lane == 31 || mine != after);
+    const u32 all_starts = __ballot_sync(kFullWarp, starts), upto = all_starts & (ptx::lanes_below() | 1u << lane);
+    const u32 start = 31 - __clz(upto | 1u), run = __popc(upto) - 1;  // of the run that this block belongs to
+    const u32 rows = stops ? (lane - start) * source.block_m + filled : 0, tiles = RowCut<T>(rows).tiles;
+    u32 tiles_upto = tiles;
+#pragma unroll
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(kFullWarp, tiles_upto, step);
+        tiles_upto += lane >= step ? other : 0;
+    }
+    if (stops && thread < 32) {
+        ptx::store_shared(shared + T::run_slot + 4 * run, start * source.block_m);
+        ptx::store_shared(shared + T::run_rows + 4 * run, rows);
+        ptx::store_shared(shared + T::run_expert + 4 * run, static_cast<u32>(expert));
+        ptx::store_shared(shared + T::run_tile + 4 * run, tiles_upto - tiles);
+    }
+    Window window{static_cast<u32>(__popc(all_starts)), kFewBlocks, true};
+    window.rows = __reduce_add_sync(kFullWarp, rows);
+    window.active = __popc(__ballot_sync(kFullWarp, rows > 0));
+    window.widest = __reduce_max_sync(kFullWarp, rows);
+    window.tiles = __shfl_sync(kFullWarp, tiles_upto, 31);
+    ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // the lists are there
+    return window;
+}
+
+}  // namespace gemm
