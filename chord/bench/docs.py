@@ -53,8 +53,14 @@ def latest_with(folder: Path, suite: str, scenario: str) -> Results | None:
 
 
 def update(document: Path, folder: Path) -> bool:
-    """Fills a document's regions, and writes its plots beside it, from the results in `folder`. True if it changed."""
-    before = document.read_text(encoding="utf-8")
+    """Fills a document's regions, and writes its plots beside it, from the results in `folder`. True if it changed.
+
+    Raises ValueError for a document that cannot be read or has unknown figures, and for results that are not there.
+    """
+    try:
+        before = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{document}: expected a document to fill ({error.strerror})") from error
     after = _REGION.sub(lambda match: match[1] + _content(match[2], document, folder) + match[4], before)
     if after != before:
         document.write_text(after, encoding="utf-8")

@@ -16,13 +16,14 @@ import torch
 
 from chord import _runtime
 from chord.bench import preloaded
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.checks.inputs import SELECTIONS, normal_case
 from chord.checks.w4a16 import gemm_case
 from chord.registry import PreparedLaunch
 from chord.router import PreparedFusedRouter, allocate_route_plan, fused_router, prepare_fused_router
 from chord.w4a16 import PreparedMoeW4A16, WeightShape, moe_w4a16, prepare_moe_w4a16
+from chord.w4a16.api import ClearedFirst
 
 AnyPrepared = PreparedFusedRouter | PreparedMoeW4A16
 
@@ -71,10 +72,25 @@ class FirstCall(NamedTuple):
 
 
 def bare_launch(prepared: AnyPrepared) -> Callable[[], object]:
-    """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream."""
-    launch = prepared.launch
+    """The same launch without chord's code: cuLaunchKernelEx on ready-made configurations of the current stream.
+
+    What clears its output first does so here, too: torch does that. Raises TypeError where no kernel is launched.
+    """
+    launch: object = prepared.launch
+    if not isinstance(launch, ClearedFirst):
+        return _driver_calls(launch, prepared.program)
+    clear, behind = launch.rows.zero_, _driver_calls(launch.launched, prepared.program)
+
+    def cleared() -> None:
+        clear()
+        behind()
+
+    return cleared
+
+
+def _driver_calls(launch: object, program: str) -> Callable[[], object]:
     if not isinstance(launch, PreparedLaunch):
-        raise TypeError(f"prepared: expected a launch on a GPU, got {prepared.program}")
+        raise TypeError(f"prepared: expected a launch of kernels on a GPU, got one of {program or 'nothing'}")
     call, calls = launch.driver_calls(_runtime.raw_stream(torch.cuda.current_device()))
     if len(calls) == 1:
         config, function, parameters, extra = calls[0]
@@ -139,27 +155,32 @@ def first_call(tokens: int, num_experts: int = 896, top_k: int = 16) -> FirstCal
 def run(
     *,
     launches: int = 10_000,
-    processes: int = 5,
+    processes: int = 3,
     commit: str | None = None,
     progress: Callable[[Row], None] = lambda row: None,
+    save: Callable[[Results], None] = lambda results: None,
 ) -> Results:
-    """The "host" suite on the current GPU: one row per way to launch and token count."""
+    """The "host" suite on the current GPU: one row per way to launch and token count, after each of which progress and
+    save are called. The rows of fresh processes, one after the other, come last: `processes` for a first call, and
+    after preload at most two, which take many samples each.
+    """
     results = describe_run("host", METHOD, "none", 0, {}, commit)
+    record = recorder(results, progress, save)
 
     def add(scenario: str, tokens: int, program: str, samples: list[float]) -> None:
         summary = summarize(samples)
-        row = Row(
-            scenario=scenario,
-            tokens=tokens,
-            block_m=8,
-            program=program,
-            samples=summary.samples,
-            us=summary.median,
-            p10=summary.p10,
-            p90=summary.p90,
+        record(
+            Row(
+                scenario=scenario,
+                tokens=tokens,
+                block_m=8,
+                program=program,
+                samples=summary.samples,
+                us=summary.median,
+                p10=summary.p10,
+                p90=summary.p90,
+            )
         )
-        results.rows.append(row)
-        progress(row)
 
     for tokens in (1, 16, 300, 2048):
         _add_launches(tokens, launches, add)
@@ -168,14 +189,20 @@ def run(
     add("first_call", 1, "", [first.call_us for first in firsts])
     add("import", 1, "", [first.import_us for first in firsts])
     for operator, tokens in preloaded.OPERATORS.items():
-        found = [preloaded.in_a_fresh_process(operator) for _ in range(max(1, processes // 2))]
-        name = "preloaded" if operator == "fused_router" else "w4a16_preloaded"
-        others = [times for process in found for times in process.programs.values()]
-        add(f"{name}_first_after_pause", tokens, "", [process.first_after_pause_us for process in found])
-        add(f"{name}_used_after_pause", tokens, "", [process.used_after_pause_us for process in found])
-        add(f"{name}_first_among_others", tokens, "", [first for first, _ in others])
-        add(f"{name}_steady", tokens, "", [steady for _, steady in others])
+        _add_preloaded(operator, tokens, min(2, processes), add)
     return results
+
+
+def _add_preloaded(
+    operator: str, tokens: int, processes: int, add: Callable[[str, int, str, list[float]], None]
+) -> None:
+    found = preloaded.in_fresh_processes(operator, processes)
+    name = "preloaded" if operator == "fused_router" else "w4a16_preloaded"
+    others = [times for process in found for times in process.programs.values()]
+    add(f"{name}_first_after_pause", tokens, "", [process.first_after_pause_us for process in found])
+    add(f"{name}_used_after_pause", tokens, "", [process.used_after_pause_us for process in found])
+    add(f"{name}_first_among_others", tokens, "", [first for first, _ in others])
+    add(f"{name}_steady", tokens, "", [steady for _, steady in others])
 
 
 def _add_launches(tokens: int, launches: int, add: Callable[[str, int, str, list[float]], None]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from chord import _runtime
 from chord.bench.layer_peers import TOP_K, Chain, HummingChains, LayerWeights, LayerWork
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, cubin_of, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16 import BLOCK_M, LONG_TOKENS, PREFILL_TOKENS, SHAPES
@@ -91,9 +91,10 @@ def cells(scenarios: Iterable[str] | None = None, tokens: Iterable[int] | None =
         for count in every
         if counts is None or count in counts
     ]
-    if not found:
+    unknown = (counts or set()).difference(*(TOKENS[scenario] for scenario in chosen))
+    if unknown or not found:
         known = {scenario: TOKENS[scenario] for scenario in sorted(chosen)}
-        raise ValueError(f"tokens: expected some of {known}, got {sorted(counts or ())}")
+        raise ValueError(f"tokens: expected some of {known}, got {sorted(unknown)}")
     return found
 
 
@@ -116,7 +117,7 @@ def run(
     every = cells(scenarios, tokens)
     chains = None if peers is None else HummingChains(peers)
     results = describe_run("layer", METHOD, "read", steady_ms, chains.versions if chains else {}, commit)
-    timer = EventTimer(steady_ms)
+    add, timer = recorder(results, progress, save), EventTimer(steady_ms)
     weights: Weights | None = None
     for cell in every:
         shapes = tuple(SHAPES[cell.scenario].values())
@@ -125,10 +126,7 @@ def run(
             if chains is not None:
                 chains.forget()
             weights = make_weights(cell.scenario)
-        row = measure_cell(cell, weights, timer, chains, samples)
-        results.rows.append(row)
-        progress(row)
-        save(results)
+        add(measure_cell(cell, weights, timer, chains, samples))
     return results
 
 
@@ -162,9 +160,7 @@ def draw_work(cell: Cell, hidden: int, device: torch.device | str = "cuda") -> L
     return LayerWork(logits, bias, x, expert_map)
 
 
-def measure_cell(
-    cell: Cell, weights: Weights, timer: EventTimer, peers: HummingChains | None, samples: int
-) -> Row:  # fmt: skip
+def measure_cell(cell: Cell, weights: Weights, timer: EventTimer, peers: HummingChains | None, samples: int) -> Row:
     """One row: chord's chains and the peers', on the same tokens and weights."""
     work = draw_work(cell, weights.w13.shape.k)
     right = reference_rows(work, weights.checkpoint)
@@ -269,11 +265,3 @@ def combine_program(out: torch.Tensor) -> str:
     arch = _runtime.architecture(out.device.index)
     units = out.shape[0] * -(-out.shape[1] // UNIT_COLUMNS)
     return _runtime.registry().lookup(SUMS, arch, {"num_units": units}).program_name
-
-
-def cubin_of(program: str, device: torch.device) -> str:
-    """SHA-256 of the bytes that a program runs as on a device; empty on a CPU."""
-    if device.type != "cuda":
-        return ""
-    operator = _runtime.operator(program.partition(".")[0])
-    return operator.programs[program].builds[_runtime.architecture(device.index)].cubin_sha256

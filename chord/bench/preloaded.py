@@ -1,17 +1,19 @@
 """What a program's first launch costs the host once it is preloaded, beside launches of programs in use.
 
-`python -m chord.bench.preloaded OPERATOR` measures it in its own process, which must be a fresh one, and prints JSON.
-A launch after a pause costs many times a launch among others, of whatever program: so each first launch is held
-against the same launch of a program in use, in the same state of host and GPU.
+`python -m chord.bench.preloaded OPERATOR [COUNT]` measures it in so many fresh processes, by default one, and prints a
+line of JSON each. A launch after a pause costs many times a launch among others, of whatever program: so each first
+launch is held against the same launch of a program in use, in the same state of host and GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +55,12 @@ class FirstLaunches(NamedTuple):
 
 
 def measure(operator: str) -> FirstLaunches:
-    """Takes the measurements on the current GPU. The process must not have launched anything of chord's."""
+    """Takes the measurements on the current GPU. The process must not have launched anything of chord's.
+
+    Raises ValueError for anything but one of OPERATORS.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator: expected one of {', '.join(OPERATORS)}, got {operator!r}")
     torch.set_num_threads(1)
     prepare = _router_launches() if operator == "fused_router" else _gemm_launches()
     torch.cuda.synchronize()
@@ -76,14 +83,41 @@ def measure(operator: str) -> FirstLaunches:
     return FirstLaunches(preload_us, first, again, steady, programs, sorted(_compilers() - before))
 
 
-def in_a_fresh_process(operator: str) -> FirstLaunches:
-    """`measure` in a process of its own. Raises RuntimeError with its output when it fails."""
-    command = [sys.executable, "-m", "chord.bench.preloaded", operator]
+def in_fresh_processes(operator: str, count: int) -> list[FirstLaunches]:
+    """`measure` in so many processes, one after the other. Raises RuntimeError with the output if one fails.
+
+    They are forks of one that has imported everything and not touched CUDA: imports take longer than all the rest.
+    """
+    command = [sys.executable, "-m", "chord.bench.preloaded", operator, str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
     if done.returncode:
         raise RuntimeError(f"the process that measures first launches failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return FirstLaunches(**found)
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [FirstLaunches(**process) for process in found]
+
+
+def forked(work: Callable[[], object]) -> None:
+    """Runs work in a fork of this process and waits for it. Raises ChildProcessError if it fails.
+
+    The fork ends without the interpreter's own end, which would run what this process has registered.
+    """
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if status:
+            raise ChildProcessError(f"the forked process ended with {os.waitstatus_to_exitcode(status)}")
+        return
+    status = 1
+    try:
+        work()
+        sys.stdout.flush()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _router_launches() -> Iterator[tuple[str, Launch]]:
@@ -141,4 +175,8 @@ def _compilers() -> set[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])._asdict()))
+    words = sys.argv[1:] if sys.argv[2:] else [*sys.argv[1:], "1"]
+    if len(words) != 2 or not words[1].isdecimal():
+        sys.exit(f"usage: python -m chord.bench.preloaded {'|'.join(OPERATORS)} [COUNT]")
+    for _ in range(int(words[1])):
+        forked(lambda: print(json.dumps(measure(words[0])._asdict())))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import datetime
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 import torch
 
-from chord import _paths
+from chord import _paths, _runtime
 
 SCHEMA = 1
 
@@ -81,6 +82,27 @@ def describe_run(
         steady_ms=steady_ms,
         rows=[],
     )
+
+
+def recorder(
+    results: Results, progress: Callable[[Row], None], save: Callable[[Results], None]
+) -> Callable[[Row], None]:
+    """What a suite gives each row to as it is measured: kept, shown, and saved with those before it."""
+
+    def add(row: Row) -> None:
+        results.rows.append(row)
+        progress(row)
+        save(results)
+
+    return add
+
+
+def cubin_of(program: str, device: torch.device) -> str:
+    """SHA-256 of the bytes that a program runs as on a device; empty on a CPU."""
+    if device.type != "cuda":
+        return ""
+    operator = _runtime.operator(program.partition(".")[0])
+    return operator.programs[program].builds[_runtime.architecture(device.index)].cubin_sha256
 
 
 def file_name(results: Results, part: str = "") -> str:

@@ -10,7 +10,7 @@ import torch
 
 from chord import _runtime
 from chord.bench.peers import SglangRouter, torch_align, torch_route
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, cubin_of, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.bench.timing import ColdTimer, Subject
 from chord.checks.graphs import graphed
@@ -73,12 +73,9 @@ def run(
     if sglang is not None:
         versions["sglang"] = sglang.version
     results = describe_run("router", METHOD, "read", steady_ms, versions, commit)
-    timer = ColdTimer(steady_ms)
+    add, timer = recorder(results, progress, save), ColdTimer(steady_ms)
     for cell in cells(scenarios):
-        row = measure_cell(cell, timer, sglang, samples)
-        results.rows.append(row)
-        progress(row)
-        save(results)
+        add(measure_cell(cell, timer, sglang, samples))
     return results
 
 
@@ -91,13 +88,12 @@ def measure_cell(cell: Cell, timer: ColdTimer, sglang: SglangRouter | None, samp
     subjects = {"chord": Subject(graphed(call), "span", len(program.kernels)), **_peers(cell, case, sglang)}
     times = {who: summarize(values) for who, values in timer.measure(subjects, samples).items()}
     ours = times.pop("chord")
-    arch = _runtime.architecture(case.logits.device.index)
     return Row(
         scenario=cell.scenario,
         tokens=cell.tokens,
         block_m=cell.block_m,
         program=name,
-        cubin_sha256=program.builds[arch].cubin_sha256,
+        cubin_sha256=cubin_of(name, case.logits.device),
         samples=samples,
         us=ours.median,
         p10=ours.p10,

@@ -34,9 +34,11 @@ class Line(NamedTuple):
 
 
 def read_goals(path: Path) -> list[Goal]:
-    """Raises ValueError naming the file where it is not a list of goals."""
+    """Raises ValueError naming the file where it cannot be read, or is not a list of goals."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[Goal])
+    except OSError as error:
+        raise ValueError(f"{path}: expected a file of goals beside the results' folder ({error.strerror})") from error
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: not a file of goals ({error})") from error
 

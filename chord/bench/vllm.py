@@ -15,18 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from chord.bench import vllm_layers as layers
+from chord.bench.layer import MOST_ERROR, MOST_PEER_ERROR
 from chord.bench.peers import from_wheel
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 
 TOKENS = (1, 8, 64, 512, 4096)
 KIMI: dict[str, Any] = {"experts": 384, "top_k": 8, "hidden": 7168, "intermediate": 2048}
 SPLITS: dict[str, dict[str, Any]] = {"vllm_tp8": {"tp": (0, 8)}, "vllm_ep8": {"ep": (3, 8)}}
-MOST_ERROR = 5e-3
-"""Relative error of chord's output."""
-MOST_PEER_ERROR = 1e-2
-"""The same for peers: Humming may round partial sums, too (stream-K)."""
 METHOD = (
     "CUDA events around replays of a graph of the experts' apply, cold L2 (256 MB read before every replay), subjects"
     " in turn on a warm board; vLLM's own classes, loading and routing operators"
@@ -85,7 +82,7 @@ def run(
         from_wheel(peers, "humming", "humming_kernels")
         versions["humming"] = metadata.version("humming-kernels")
     results = describe_run("layer", METHOD, "read", steady_ms, versions, commit)
-    timer = EventTimer(steady_ms)
+    add, timer = recorder(results, progress, save), EventTimer(steady_ms)
     for split in SPLITS if scenarios is None else scenarios:
         subjects = [*CHORD[split], *(HUMMING[split] if peers is not None else [])]
         made, weights = {}, None
@@ -93,10 +90,7 @@ def run(
             made[subject.name], weights = make(subject, split)
         assert weights is not None  # noqa: S101 - there is always a subject
         for count in tokens:
-            row = measure(made, weights, split, count, timer, samples)
-            results.rows.append(row)
-            progress(row)
-            save(results)
+            add(measure(made, weights, split, count, timer, samples))
     return results
 
 

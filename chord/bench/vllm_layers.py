@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chord.w4a16.reference import contract_weights
+from chord.w4a16.reference import expert_weights, rows_by_expert
 
 Rank = tuple[int, int]
 """(rank, size) of a group."""
@@ -132,14 +132,14 @@ def reference(weights: Weights, given: Routed, expert_map: torch.Tensor | None) 
     local = given.ids.long()
     if expert_map is not None:
         local = torch.where(local < 0, -1, expert_map[local.clamp(min=0)].long())
-    out = torch.zeros(given.x.shape, device=given.x.device)
-    for expert in torch.unique(local[local >= 0]).tolist():
-        token, route = (local == expert).nonzero(as_tuple=True)
-        w13 = contract_weights(weights.w13[expert], weights.w13_scale[expert]).float()
-        w2 = contract_weights(weights.w2[expert], weights.w2_scale[expert]).float()
-        gate, up = (given.x[token].float() @ w13.T).chunk(2, dim=1)
-        result = (torch.nn.functional.silu(gate) * up) @ w2.T
-        out.index_add_(0, token, result * given.weights[token, route].unsqueeze(1))
+    out, top_k = torch.zeros(given.x.shape, device=given.x.device), given.ids.shape[1]
+    rows = rows_by_expert(local.flatten())
+    both = (expert_weights(weights.w13, weights.w13_scale, rows), expert_weights(weights.w2, weights.w2_scale, rows))
+    for (expert, w13), (_, w2) in zip(*both, strict=True):
+        token = rows[expert] // top_k
+        gate, up = (given.x[token].float() @ w13.float().T).chunk(2, dim=1)
+        result = (torch.nn.functional.silu(gate) * up) @ w2.float().T
+        out.index_add_(0, token, result * given.weights.flatten()[rows[expert]].unsqueeze(1))
     return out
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from chord import _runtime
-from chord.bench.results import Results, Row, describe_run
+from chord.bench.results import Results, Row, cubin_of, describe_run, recorder
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16_models import OTHER_MODELS, expanded
@@ -118,13 +117,7 @@ def run(
     found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
-    timer = EventTimer(steady_ms)
-
-    def add(row: Row) -> None:
-        results.rows.append(row)
-        progress(row)
-        save(results)
-
+    add, timer = recorder(results, progress, save), EventTimer(steady_ms)
     add(measure_read(timer, samples))
     weights: Weights | None = None
     every: list[Cell | w4a16_swiglu.SwigluCell | w4a16_combine.CombineCell | w4a16_grouped.GroupedCell] = [
@@ -198,8 +191,6 @@ def measure_cell(cell: Cell, weights: Weights, timer: EventTimer, peers: Sequenc
         calls |= working(peer, work, peer.calls)
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
     ours = times.pop("chord")
-    arch = _runtime.architecture(work.x.device.index)
-    build = _runtime.operator("moe_w4a16").programs[prepared.program].builds[arch]
     active = int(work.ids.unique().numel())  # type: ignore[no-untyped-call]
     return Row(
         scenario=cell.scenario,
@@ -207,7 +198,7 @@ def measure_cell(cell: Cell, weights: Weights, timer: EventTimer, peers: Sequenc
         tokens=cell.tokens,
         block_m=BLOCK_M,
         program=prepared.program,
-        cubin_sha256=build.cubin_sha256,
+        cubin_sha256=cubin_of(prepared.program, work.x.device),
         samples=samples,
         us=ours.median,
         p10=ours.p10,

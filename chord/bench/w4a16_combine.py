@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from chord import _runtime
-from chord.bench.results import Row
+from chord.bench.results import Row, cubin_of
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16 import BLOCK_M, SHAPES, Cell, Weights, checked_launch, draw_work, least_bytes
@@ -16,7 +15,6 @@ from chord.bench.w4a16_peers import Work
 from chord.checks.compare import same_bits
 from chord.router import route_plan
 from chord.w4a16 import PreparedMoeW4A16, WeightShape, prepare_moe_w4a16_combine
-from chord.w4a16.launch import OPERATOR
 from chord.w4a16.rows import combine_rows
 
 TOKENS = {
@@ -76,8 +74,6 @@ def measure_cell(cell: CombineCell, weights: Weights, timer: EventTimer, samples
     }
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
     ours = times.pop("chord")
-    arch = _runtime.architecture(work.x.device.index)
-    build = _runtime.operator(OPERATOR).programs[fused.program].builds[arch]
     active = int(work.ids.unique().numel())  # type: ignore[no-untyped-call]
     return Row(
         scenario=cell.scenario,
@@ -85,7 +81,7 @@ def measure_cell(cell: CombineCell, weights: Weights, timer: EventTimer, samples
         tokens=cell.tokens,
         block_m=BLOCK_M,
         program=fused.program,
-        cubin_sha256=build.cubin_sha256,
+        cubin_sha256=cubin_of(fused.program, work.x.device),
         samples=samples,
         us=ours.median,
         p10=ours.p10,

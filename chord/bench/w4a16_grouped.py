@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from chord import _runtime
-from chord.bench.results import Row
+from chord.bench.results import Row, cubin_of
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16 import SHAPES, Cell, Weights, checked_launch, draw_work, least_bytes, sampled_problem, working
@@ -68,8 +67,6 @@ def measure_cell(
             kind = "masked" if cell.scenario == MASKED else "contiguous"
             calls |= working(peer, work, partial(peer.grouped_calls, kind=kind))
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
-    arch = _runtime.architecture(work.x.device.index)
-    operator = _runtime.operator(prepared.program.partition(".")[0])
     is_sorted = cell.scenario == SORTED
     return Row(
         scenario=cell.scenario,
@@ -77,7 +74,7 @@ def measure_cell(
         tokens=cell.size if is_sorted else None,
         rows_per_expert=None if is_sorted else cell.size,
         program=prepared.program,
-        cubin_sha256=operator.programs[prepared.program].builds[arch].cubin_sha256,
+        cubin_sha256=cubin_of(prepared.program, work.x.device),
         samples=samples,
         us=times["chord"].median,
         p10=times["chord"].p10,

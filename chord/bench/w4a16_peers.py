@@ -175,7 +175,7 @@ class Marlin:
     """vLLM's moe_wna16_marlin_gemm."""
 
     def __init__(self, folder: Path) -> None:
-        self.version = vllm_operators(folder)
+        self.version = f"vLLM {vllm_operators(folder)}"
         self._type = _module(folder / "scalar_type.py").scalar_types.uint4b8.id
         self._locks = torch.zeros(1024, dtype=torch.int32, device="cuda")
         self._kept: tuple[WeightShape, torch.Tensor, torch.Tensor] | None = None

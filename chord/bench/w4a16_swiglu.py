@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from chord import _runtime
-from chord.bench.results import Row
+from chord.bench.results import Row, cubin_of
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16 import BLOCK_M, SHAPES, Cell, Weights, checked_launch, draw_work, least_bytes, working
@@ -47,8 +46,6 @@ def measure_cell(
             calls |= working(peer, work, peer.swiglu_calls)
     times = {name: summarize(values) for name, values in timer.measure(calls, samples).items()}
     ours, unfused = times.pop("chord"), times.pop("unfused", None)
-    arch = _runtime.architecture(work.x.device.index)
-    build = _runtime.operator("moe_w4a16").programs[prepared.program].builds[arch]
     active = int(work.ids.unique().numel())  # type: ignore[no-untyped-call]
     saved = work.pairs * cell.shape.n  # half of the columns, two bytes each
     return Row(
@@ -57,7 +54,7 @@ def measure_cell(
         tokens=cell.tokens,
         block_m=BLOCK_M,
         program=prepared.program,
-        cubin_sha256=build.cubin_sha256,
+        cubin_sha256=cubin_of(prepared.program, work.x.device),
         samples=samples,
         us=ours.median,
         p10=ours.p10,

@@ -1,6 +1,7 @@
 """`python -m chord.checks [--tiny] [--only PATTERNS] [--jobs N] [--receipt FOLDER]`: qualifies the current GPU.
 
-Prints a line per program. What `chord qualify` does, where neither typer nor rich is installed.
+Prints a line per program, with the seconds that it took, and keeps the receipt up to date with them, so that a run that
+is ended early leaves one of what it has checked. What `chord qualify` does, where neither typer nor rich is installed.
 With --tiny the inputs suit a sanitizer: they are made and judged on the host, and hardly a kernel but chord's runs;
 with --brief as well, there are fewer of them.
 scripts/sanitize.sh runs compute-sanitizer over every arm this way.
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from chord.checks import receipts
 from chord.checks.qualify import Verdict
-from chord.checks.shards import qualify_in_processes, write_verdicts
+from chord.checks.shards import encode, qualify_in_processes
 from chord.checks.suites import qualify_all
 
 
@@ -31,7 +33,7 @@ def main() -> int:
     parser.add_argument("--key", type=Path, help="Ed25519 private key (PEM) that signs the receipt")
     parser.add_argument("--jobs", "-j", type=int, default=1, help="processes at a time (default 1)")
     parser.add_argument("--device", type=int, help="CUDA ordinal, instead of the current device")
-    parser.add_argument("--verdicts", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--verdicts", action="store_true", help=argparse.SUPPRESS)  # for chord.checks.shards
     options = parser.parse_args()
     if options.counts and options.jobs > 1:
         parser.error("--counts: expected with one process, got --jobs as well")
@@ -44,21 +46,25 @@ def main() -> int:
         return 2
     folder = None if options.receipt is None else receipts.folder(options.receipt)
     device = torch.cuda.current_device() if options.device is None else options.device
-    verdicts = _verdicts(options, device)
-    if options.verdicts is not None:
-        write_verdicts(verdicts, options.verdicts)
+    check = partial(_verdicts, options, device)
+    if folder is None:
+        verdicts = check(_hand_over if options.verdicts else _show)
+    else:
+        journal = receipts.Journal(folder, device, tiny=options.tiny, key=options.key)
+        verdicts = receipts.recorded(check, _show, journal)
+        if journal.path is not None:
+            print(f"receipt: {journal.path}")
     failed = sum(bool(verdict.problems) for verdict in verdicts)
-    if folder is not None and verdicts:
-        print(f"receipt: {receipts.write(receipts.make(verdicts, device, tiny=options.tiny), folder, options.key)}")
-    print(f"{len(verdicts)} programs, {failed} failed")
+    if not options.verdicts:
+        print(f"{len(verdicts)} programs, {failed} failed")
     return 1 if failed or not verdicts else 0
 
 
-def _verdicts(options: argparse.Namespace, device: int) -> list[Verdict]:
+def _verdicts(options: argparse.Namespace, device: int, progress: receipts.Progress) -> list[Verdict]:
     if options.jobs > 1:
-        return qualify_in_processes(device, options.jobs, tiny=options.tiny, only=options.only, progress=_show)
+        return qualify_in_processes(device, options.jobs, tiny=options.tiny, only=options.only, progress=progress)
     size = {"tiny": options.tiny, "brief": options.brief}
-    return qualify_all(device, **size, only=options.only, counts=options.counts, progress=_show)
+    return qualify_all(device, **size, only=options.only, counts=options.counts, progress=progress)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -67,9 +73,14 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _show(verdict: Verdict) -> None:
     state = "FAILED" if verdict.problems else "ok"
-    print(f"{state:6} {verdict.program} on {verdict.arch}, {verdict.cases} cases", flush=True)
+    cases = f"{verdict.cases} cases, {verdict.seconds:.1f} s"
+    print(f"{state:6} {verdict.program} on {verdict.arch}, {cases}", flush=True)
     for problem in verdict.problems[:5]:
         print(f"       {problem}", flush=True)
+
+
+def _hand_over(verdict: Verdict) -> None:
+    print(encode(verdict), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ outside a plan's valid extent touched.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from chord.router import reference
@@ -21,6 +23,7 @@ POISON = 0x5A5A5A5A
 _DENORMAL_STEP = 2.0**-149
 _DENORMAL_LOGIT = -87.0  # below it a float32 score is denormal and carries few bits
 _ROWS_EXPLAINED = 64
+_PAIRS_ON_HOST = 1 << 14
 
 
 def poisoned_plan(like: RoutePlan) -> RoutePlan:
@@ -37,24 +40,25 @@ def poison(plan: RoutePlan) -> None:
 def check_ids(topk_ids: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor) -> list[str]:
     """Ids [M, k] ascending, distinct, in range, and the right ones up to the rank tolerance."""
     experts, top_k = logits.shape[1], topk_ids.shape[1]
-    problems = []
-    if bool(((topk_ids < 0) | (topk_ids >= experts)).any()):
-        return [
-            f"topk_ids: entries outside 0..{experts - 1}; {_first(topk_ids, (topk_ids < 0) | (topk_ids >= experts))}"
-        ]
+    outside = (topk_ids < 0) | (topk_ids >= experts)
     falling = topk_ids[:, 1:] <= topk_ids[:, :-1]
-    if bool(falling.any()):
-        return [f"topk_ids: not ascending and distinct; {_first(topk_ids[:, 1:], falling)}"]
     different = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
     for start in range(0, logits.shape[0], 1 << 16):
         rows = slice(start, start + (1 << 16))
         _, ranks = reference.selected_scores(logits[rows], bias)
         different[rows] = (reference.select(ranks, top_k) != topk_ids[rows]).any(1)
+    flags = torch.stack([outside.any(), falling.any(), different.any()]).tolist()  # read back once
+    if flags[0]:
+        return [f"topk_ids: entries outside 0..{experts - 1}; {_first(topk_ids, outside)}"]
+    if flags[1]:
+        return [f"topk_ids: not ascending and distinct; {_first(topk_ids[:, 1:], falling)}"]
+    if not flags[2]:
+        return []
+    problems = []
     suspects = different.nonzero().flatten()
-    if suspects.numel():
-        problems += _outside_tolerance(suspects, topk_ids, logits, bias)
-        for row in suspects[:_ROWS_EXPLAINED].tolist():
-            problems += _wrong_ties(row, topk_ids[row], logits[row], bias)
+    problems += _outside_tolerance(suspects, topk_ids, logits, bias)
+    for row in suspects[:_ROWS_EXPLAINED].tolist():
+        problems += _wrong_ties(row, topk_ids[row], logits[row], bias)
     return problems
 
 
@@ -134,19 +138,32 @@ def check_plan(
     expert_map: torch.Tensor | None = None,
 ) -> list[str]:
     """Every entry of a plan that was poisoned before the run: exact given the ids, poison left beyond the extent."""
+    if plan.sorted_token_ids.is_cuda and topk_ids.numel() <= _PAIRS_ON_HOST:
+        plan, topk_ids, expert_map = _on_host(plan, topk_ids, expert_map)
     expected = poisoned_plan(plan)
     reference.fill_route_plan(expected, topk_ids, num_experts, block_m, expert_map)
     problems = []
-    for name, want, got in zip(RoutePlan._fields, expected, plan, strict=True):
-        if not torch.equal(want, got):
-            wrong = want != got
-            place = int(wrong.nonzero()[0])
-            extent = int(expected.num_tokens_post_padded)
-            problems.append(
-                f"plan.{name}[{place}]: expected {_shown(want[place])}, got {_shown(got[place])};"
-                f" {int(wrong.sum())} of {want.numel()} entries differ, valid extent {extent}"
-            )
+    for name in differing(RoutePlan._fields, expected, plan):
+        want, got = getattr(expected, name), getattr(plan, name)
+        wrong = want != got
+        place = int(wrong.nonzero()[0])
+        extent = int(expected.num_tokens_post_padded)
+        problems.append(
+            f"plan.{name}[{place}]: expected {_shown(want[place])}, got {_shown(got[place])};"
+            f" {int(wrong.sum())} of {want.numel()} entries differ, valid extent {extent}"
+        )
     return problems
+
+
+def _on_host(
+    plan: RoutePlan, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
+) -> tuple[RoutePlan, torch.Tensor, torch.Tensor | None]:
+    """The same in the host's memory, by one copy: for a few pairs the reference is quicker there than its launches."""
+    tensors = (*plan, topk_ids, *(() if expert_map is None else (expert_map,)))
+    sizes = [tensor.numel() for tensor in tensors]
+    copied = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split(sizes)  # type: ignore[no-untyped-call]
+    *made, ids = (part.view_as(tensor) for part, tensor in zip(copied, tensors[: len(plan) + 1], strict=False))
+    return RoutePlan(*made), ids, None if expert_map is None else copied[-1]
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -154,6 +171,19 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def differing(names: Sequence[str], mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> list[str]:
+    """Names of the tensors that have not the same bits. Reads back once, however many there are."""
+    pairs = list(zip(names, mine, theirs, strict=True))
+    alike = [(a.shape, a.dtype) == (b.shape, b.dtype) for _, a, b in pairs]
+    flags = [(_bits(a) != _bits(b)).any() for (_, a, b), same in zip(pairs, alike, strict=True) if same]
+    differ = iter(torch.stack(flags).tolist() if flags else ())
+    return [name for (name, _, _), same in zip(pairs, alike, strict=True) if not same or next(differ)]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
 
 
 def _shown(value: torch.Tensor) -> str:

@@ -155,9 +155,16 @@ def adversarial_case(
     return RouterCase(f"{kind}_{num_tokens}", case.logits, case.bias)
 
 
-def mixed_batch(num_tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> RouterCase:
-    """One batch whose rows are taken from all adversarial cases in turn, under the ordinary bias."""
+def mixed_batch(
+    num_tokens: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, biased: bool = True
+) -> RouterCase:
+    """One batch whose rows are taken from all adversarial cases in turn, under the ordinary bias.
+
+    biased=False: under none, so that equal logits are equal scores and the ids decide.
+    """
     case = normal_case(num_tokens, num_experts, dtype, device, seed=18)
+    if not biased:
+        case.bias.zero_()
     for offset, change in enumerate(ADVERSARIES.values()):
         rows = case.logits[offset :: len(ADVERSARIES)]
         if rows.shape[0]:

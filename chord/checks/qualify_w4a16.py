@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -12,11 +12,13 @@ from chord import _runtime
 from chord.checks import w4a16_combine as combine
 from chord.checks import w4a16_grouped as grouped
 from chord.checks import w4a16_rows as rows
-from chord.checks.qualify import Verdict, matches
+from chord.checks.qualify import Seconds, Verdict, matches, verdicts_of
 from chord.checks.w4a16 import ROUTINGS, Expected, checkpoint, gemm_case, gemm_problems, placed
 from chord.w4a16 import launch, layout, pack_w4a16, unpack_w4a16
 from chord.w4a16.layout import WeightShape
 
+Problems = dict[str, list[list[str]]]
+"""By program and case."""
 PACKERS = ("w4a16_pack", "w4a16_unpack")
 
 
@@ -94,25 +96,36 @@ def qualify_w4a16(
     """
     arch = _runtime.architecture(device)
     place = torch.device("cuda", device)
-    verdicts = []
+    verdicts: list[Verdict] = []
+    programs = _runtime.registry().programs()
     with torch.cuda.device(device):
-        loads = TINY_LOADS[brief:] if tiny else LOADS
-        found = _gemm_problems(_programs("moe_w4a16", arch, only), loads, place, tiny, brief)
-        for name in _programs(launch.SUMS, arch, only):
-            found[name] = _sum_problems(arch, TINY_SUMS[brief:] if tiny else SUMS, place, tiny)
-        for operator in (launch.CONTIGUOUS, launch.MASKED):
-            slabs = TINY_SLABS[brief:] if tiny else SLABS
-            found |= _grouped_problems(operator, _programs(operator, arch, only), slabs, place, tiny, brief)
-        found |= _packer_problems(_programs(PACKERS[0], arch, only), _programs(PACKERS[1], arch, only), place)
-        for operator in rows.OPERATORS:
-            for name in _programs(operator, arch, only):
-                found[name] = rows.row_problems(operator, place, tiny=tiny)
-    for name, problems in found.items():
-        build = _runtime.registry().programs()[name].builds[arch]
-        every = [problem for case in problems for problem in case]
-        verdicts.append(Verdict(name, arch, build.cubin_sha256, len(problems), every))
-        progress(verdicts[-1])
+        for found, clock in _suites(arch, place, tiny, brief, only):
+            new = verdicts_of(found, programs, arch, clock)
+            verdicts += new
+            for verdict in new:
+                progress(verdict)
     return verdicts
+
+
+def _suites(arch: str, device: torch.device, tiny: bool, brief: bool, only: str) -> Iterator[tuple[Problems, Seconds]]:
+    """What each suite found, and its clock, when it is done and before the next one begins."""
+    clock = Seconds()
+    loads = TINY_LOADS[brief:] if tiny else LOADS
+    yield _gemm_problems(_programs(launch.OPERATOR, arch, only), loads, device, tiny, brief, clock=clock), clock
+    for name in _programs(launch.SUMS, arch, only):
+        clock = Seconds()
+        yield {name: _sum_problems(arch, TINY_SUMS[brief:] if tiny else SUMS, device, tiny)}, clock
+    slabs = TINY_SLABS[brief:] if tiny else SLABS
+    for operator in (launch.CONTIGUOUS, launch.MASKED):
+        clock, names = Seconds(), _programs(operator, arch, only)
+        yield _grouped_problems(operator, names, slabs, device, tiny, brief, clock=clock), clock
+    clock = Seconds()
+    packers, unpackers = (_programs(operator, arch, only) for operator in PACKERS)
+    yield _packer_problems(packers, unpackers, device), clock
+    for operator in rows.OPERATORS:
+        for name in _programs(operator, arch, only):
+            clock = Seconds()
+            yield {name: rows.row_problems(operator, device, tiny=tiny)}, clock
 
 
 def _programs(operator: str, arch: str, only: str) -> list[str]:
@@ -122,13 +135,20 @@ def _programs(operator: str, arch: str, only: str) -> list[str]:
 
 
 def _gemm_problems(
-    programs: list[str], loads: tuple[Load, ...], device: torch.device, tiny: bool, brief: bool = False
-) -> dict[str, list[list[str]]]:
+    programs: list[str],
+    loads: tuple[Load, ...],
+    device: torch.device,
+    tiny: bool,
+    brief: bool = False,
+    *,
+    clock: Seconds | None = None,
+) -> Problems:
     """Problems by program and case. The programs take turns on each case, whose exact result is worked out once.
 
     brief: one routing a load, in turn.
     """
-    found: dict[str, list[list[str]]] = {name: [] for name in programs}
+    found: Problems = {name: [] for name in programs}
+    clock = clock or Seconds()
     routings = tuple(enumerate(TINY_ROUTINGS if tiny else ROUTINGS))
     for turn, load in enumerate(loads if programs else ()):
         for place, routing in routings[turn % len(routings) :][:1] if brief else routings:
@@ -139,8 +159,9 @@ def _gemm_problems(
             for name in programs:
                 if not launch.serves(_runtime.operator("moe_w4a16").programs[name], load.shape):
                     continue
-                label = f"{load} {routing}"
-                found[name].append([f"{label}: {problem}" for problem in gemm_problems(case, expected, name)])
+                with clock.of(name):
+                    problems = list(gemm_problems(case, expected, name))
+                found[name].append([f"{load} {routing}: {problem}" for problem in problems])
     return found
 
 
@@ -164,13 +185,21 @@ def _sum_problems(arch: str, loads: tuple[Load, ...], device: torch.device, tiny
 
 
 def _grouped_problems(
-    operator: str, programs: list[str], loads: tuple[Slabs, ...], device: torch.device, tiny: bool, brief: bool = False
-) -> dict[str, list[list[str]]]:
+    operator: str,
+    programs: list[str],
+    loads: tuple[Slabs, ...],
+    device: torch.device,
+    tiny: bool,
+    brief: bool = False,
+    *,
+    clock: Seconds | None = None,
+) -> Problems:
     """The same for an operator whose rows are told in other ways: each way with each spread of rows over experts.
 
     brief: with the first spread alone.
     """
-    found: dict[str, list[list[str]]] = {name: [] for name in programs}
+    found: Problems = {name: [] for name in programs}
+    clock = clock or Seconds()
     forms = [form for form, taker in grouped.FORMS.items() if taker == operator]
     for load in loads if programs else ():
         spreads = TINY_SPREADS[: 1 if brief else None] if tiny else grouped.SPREADS
@@ -186,14 +215,15 @@ def _grouped_problems(
             for name in programs:
                 if not launch.serves(_runtime.operator(operator).programs[name], load.shape):
                     continue
-                problems = grouped.grouped_problems(case, expected, name)
+                with clock.of(name):
+                    problems = list(grouped.grouped_problems(case, expected, name))
                 found[name].append([f"{load} {spread} {form}: {problem}" for problem in problems])
     return found
 
 
-def _packer_problems(packers: list[str], unpackers: list[str], device: torch.device) -> dict[str, list[list[str]]]:
+def _packer_problems(packers: list[str], unpackers: list[str], device: torch.device) -> Problems:
     """The packers as they are routed, from words and from plain codes, against torch's own packing."""
-    found: dict[str, list[list[str]]] = {name: [] for name in (*packers, *unpackers)}
+    found: Problems = {name: [] for name in (*packers, *unpackers)}
     for shape in (load.shape for load in TINY_LOADS if found):
         words, scales = checkpoint(shape, torch.device("cpu"))
         want = layout.pack(words, scales, gated=shape.gated)

@@ -6,8 +6,12 @@ import datetime
 import os
 import platform
 import re
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -20,6 +24,9 @@ from chord.registry import receipts
 from chord.registry.driver import default_driver
 from chord.registry.files import write_atomically
 from chord.registry.receipts import DriverVersion, Outcome, Receipt
+
+Progress = Callable[[Verdict], None]
+"""Is told of each verdict when it is there."""
 
 _SHOWN = 3
 _SHOWN_CHARACTERS = 400
@@ -55,9 +62,9 @@ def folder(named: Path | None) -> Path:
     return wanted
 
 
-def make(verdicts: Sequence[Verdict], device: int, *, tiny: bool) -> Receipt:
-    """The receipt of a run on a device that has just ended. Raises ValueError for a program with two verdicts: which
-    of them would count?
+def make(verdicts: Sequence[Verdict], device: int, *, tiny: bool, complete: bool = True) -> Receipt:
+    """The receipt of a run on a device. complete: whether the run has ended with all that it was to check. Raises
+    ValueError for a program with two verdicts: which of them would count?
     """
     names = [verdict.program for verdict in verdicts]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -74,13 +81,84 @@ def make(verdicts: Sequence[Verdict], device: int, *, tiny: bool) -> Receipt:
         manifest_sha256=_runtime.registry().digest,
         sanitizer=_sanitizer(),
         tiny=tiny,
+        complete=complete,
         checks={operator: checks_of(operator) for operator in operators},
         programs={verdict.program: _outcome(verdict) for verdict in verdicts},
     )
 
 
-def write(receipt: Receipt, folder: Path, key: Path | None) -> Path:
-    """Write a receipt as a file of its own, signed if there is a key; its path."""
+class Journal:
+    """The receipt of a run that goes on: a file that has each program's outcome as soon as its checks have ended.
+
+    A context: whatever ends the run, even a kill, leaves a receipt of what was checked by then, which says that it is
+    not complete. It is signed, if there is a key, when the context is left.
+    """
+
+    def __init__(self, folder: Path, device: int, *, tiny: bool, key: Path | None = None) -> None:
+        self.path: Path | None = None
+        """Its file, once there is a verdict."""
+        self._folder, self._device, self._tiny, self._key = folder, device, tiny, key
+        self._verdicts: list[Verdict] = []
+
+    def add(self, verdict: Verdict) -> None:
+        """A program whose checks have all ended."""
+        self._verdicts.append(verdict)
+        self._write(complete=False)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._verdicts:
+            path = self._write(complete=kind is None)
+            if self._key is not None:
+                receipts.sign(path, self._key)
+
+    def _write(self, *, complete: bool) -> Path:
+        receipt = make(sorted(self._verdicts), self._device, tiny=self._tiny, complete=complete)
+        self.path = self.path or _unused(self._folder, receipt)
+        write_atomically(self.path, receipts.encode(receipt))
+        return self.path
+
+    def __str__(self) -> str:
+        return f"{self.path}, not complete: it has the {len(self._verdicts)} programs whose checks had ended"
+
+
+def recorded(check: Callable[[Progress], list[Verdict]], show: Progress, journal: Journal) -> list[Verdict]:
+    """What `check` finds, whose verdicts go to `show` and into the journal as they come.
+
+    Whatever ends it early, a request to terminate as well, is raised again once stderr says what the receipt has.
+    """
+
+    def heard(verdict: Verdict) -> None:
+        show(verdict)
+        journal.add(verdict)
+
+    try:
+        with _ended_by_signals(), journal:
+            return check(heard)
+    except BaseException:
+        if journal.path is not None:
+            print(f"ended early; receipt: {journal}", file=sys.stderr, flush=True)
+        raise
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, a request to terminate raises SystemExit, so that what is under way is brought to an end in order."""
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _unused(folder: Path, receipt: Receipt) -> Path:
+    """A file of its own for a receipt."""
     words = re.sub(r"[^a-z0-9]+", "-", receipt.gpu.lower()).strip("-")
     time = re.sub(r"\D", "", receipt.date)
     path = folder / f"{words}-{receipt.manifest_sha256[:12]}-{time}.json"
@@ -88,9 +166,6 @@ def write(receipt: Receipt, folder: Path, key: Path | None) -> Path:
     while path.exists():
         number += 1
         path = folder / f"{words}-{receipt.manifest_sha256[:12]}-{time}-{number}.json"
-    write_atomically(path, receipts.encode(receipt))
-    if key is not None:
-        receipts.sign(path, key)
     return path
 
 

@@ -4,13 +4,13 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from chord import _runtime
-from chord.checks.compare import POISON, check_ids, check_plan, check_weights, poison, poisoned_plan, same_bits
+from chord.checks.compare import POISON, check_ids, check_plan, check_weights, differing, poison, poisoned_plan
 from chord.checks.graphs import graphed
 from chord.checks.inputs import RouterCase
 from chord.router import (
@@ -75,23 +75,23 @@ def poisoned_buffers(case: RouterCase, settings: Settings, spare: int = SPARE_BL
     )
 
 
-def router_problems(case: RouterCase, settings: Settings, written: Buffers) -> list[str]:
-    """Everything that is wrong with the outputs of a call on poisoned buffers."""
-    problems = check_ids(written.topk_ids, case.logits, case.bias)
-    if not problems:  # weights and plan are judged given valid ids
-        problems += check_weights(
-            written.topk_weights,
-            written.topk_ids,
-            case.logits,
-            case.bias,
-            settings.renormalize,
-            settings.routed_scaling_factor,
-        )
-        expert_map, _ = resolve_local_experts(
-            settings.local_experts, case.logits.shape[1], case.logits.device, settings.num_local_experts
-        )
-        problems += check_plan(written.plan, written.topk_ids, case.logits.shape[1], settings.block_m, expert_map)
-    return problems
+def router_problems(case: RouterCase, settings: Settings, written: Buffers, right: Buffers | None = None) -> list[str]:
+    """Everything that is wrong with the outputs of a call on poisoned buffers.
+
+    right: outputs of the same rows with the same renormalize and routed_scaling_factor whose ids and weights were right
+    already. Where the bits agree those need not be held against the reference again; the plan is all the same.
+    """
+    problems: list[str] = []
+    if right is None or differing(("weights", "ids"), written[:2], right[:2]):
+        problems = check_ids(written.topk_ids, case.logits, case.bias)
+        if problems:  # weights and plan are judged given valid ids
+            return problems
+        weighting = settings.renormalize, settings.routed_scaling_factor
+        problems = check_weights(written.topk_weights, written.topk_ids, case.logits, case.bias, *weighting)
+    expert_map, _ = resolve_local_experts(
+        settings.local_experts, case.logits.shape[1], case.logits.device, settings.num_local_experts
+    )
+    return problems + check_plan(written.plan, written.topk_ids, case.logits.shape[1], settings.block_m, expert_map)
 
 
 def prepared_on(
@@ -155,11 +155,35 @@ def run_eager(case: RouterCase, settings: Settings) -> Buffers:
     return Buffers(output.topk_weights, output.topk_ids, output.plan)
 
 
-def check_router(case: RouterCase, settings: Settings, program: str | None = None) -> list[str]:
-    """Runs a case through the routed program, or the named one; each problem is prefixed with what was run."""
-    written = run_prepared(case, settings, program)
+def check_router(
+    case: RouterCase, settings: Settings, program: str | None = None, right: Buffers | None = None
+) -> list[str]:
+    """Runs a case through the routed program, or the named one; each problem is prefixed with what was run. right: as
+    for router_problems.
+    """
+    return _labelled(
+        case, settings, program, router_problems(case, settings, run_prepared(case, settings, program), right)
+    )
+
+
+def check_router_with(case: RouterCase, several: Iterable[Settings]) -> list[str]:
+    """The same with several settings. Ids and weights depend on neither block_m nor local experts, so that those with
+    the bits of some that were right are right.
+    """
+    problems = []
+    right: dict[tuple[bool, float], Buffers] = {}
+    for settings in several:
+        written, weighting = run_prepared(case, settings), (settings.renormalize, settings.routed_scaling_factor)
+        found = router_problems(case, settings, written, right.get(weighting))
+        if not found:
+            right.setdefault(weighting, written)
+        problems += _labelled(case, settings, None, found)
+    return problems
+
+
+def _labelled(case: RouterCase, settings: Settings, program: str | None, problems: list[str]) -> list[str]:
     label = f"{case.name} {tuple(case.logits.shape)} {case.logits.dtype} {_described(settings)} {program or 'routed'}"
-    return [f"{label}: {problem}" for problem in router_problems(case, settings, written)]
+    return [f"{label}: {problem}" for problem in problems]
 
 
 def check_route_plan(
@@ -230,15 +254,16 @@ def verdict(case: RouterCase, settings: Settings, written: Buffers, right: Buffe
     if right is None:
         return router_problems(case, settings, written)
     return [
-        f"the bits of {field} differ from those of a program that was right"
-        for field, mine, theirs in zip(
-            ("topk_weights", "topk_ids", *RoutePlan._fields),
-            (written.topk_weights, written.topk_ids, *written.plan),
-            (right.topk_weights, right.topk_ids, *right.plan),
-            strict=True,
-        )
-        if not same_bits(mine, theirs)
+        f"the bits of {field} differ from those of a program that was right" for field in differences(written, right)
     ]
+
+
+def differences(mine: Buffers, theirs: Buffers) -> list[str]:
+    """Names of the outputs that have not the same bits."""
+    names = ("topk_weights", "topk_ids", *RoutePlan._fields)
+    return differing(
+        names, (mine.topk_weights, mine.topk_ids, *mine.plan), (theirs.topk_weights, theirs.topk_ids, *theirs.plan)
+    )
 
 
 def _described(settings: Settings) -> str:

@@ -212,6 +212,10 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the jobs' commands and run nothing")
     parser.add_argument("--arch", help="with --list: for this architecture instead of the present GPU's")
     options = parser.parse_args()
+    if options.arch and not options.list:
+        parser.error("--arch: expected with --list; jobs run on the present GPU")
+    if options.jobs < 1:
+        parser.error(f"--jobs: expected at least 1, got {options.jobs}")
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer is None and not options.list:
         print("expected compute-sanitizer on the PATH, found none: it comes with the CUDA toolkit", file=sys.stderr)
@@ -222,10 +226,13 @@ def main() -> int:
             "expected a CUDA device, torch sees none; --list --arch sm_90a shows the jobs without one", file=sys.stderr
         )
         return 2
-    plan = jobs(Registry.open().manifest.operators, arch)
-    plan = [job for job in plan if fnmatchcase(job.name, options.only)]
+    every = jobs(Registry.open().manifest.operators, arch)
+    plan = [job for job in every if fnmatchcase(job.name, options.only)]
     if options.list or not plan:
-        print("\n".join(" ".join(command(job, "compute-sanitizer")) for job in plan) or "no job has such a name")
+        print("\n".join(" ".join(command(job, "compute-sanitizer")) for job in plan), end="\n" if plan else "")
+        if not plan:
+            known = ", ".join(job.name for job in every) or f"none for {arch}; `chord ls` shows the architectures"
+            print(f"--only: expected a pattern of some job, got {options.only!r}; there are {known}", file=sys.stderr)
         return 0 if plan else 2
     options.out.mkdir(parents=True, exist_ok=True)
     outcomes = []

@@ -20,6 +20,12 @@ from chord.w4a16.rows import combine_rows
 _ELSEWHERE = 3
 """Experts before the local ones, and behind them."""
 _GUARD_ROWS = 2
+_FAULTS = (
+    "two runs differ",
+    "wrote outside the output",
+    f"other bits than {launch.OPERATOR} and moe_combine",
+    "a token without an expert here is not zero",
+)
 _SLACK = 1e-9
 
 
@@ -76,7 +82,7 @@ def expected_of(case: CombineCase) -> Expected:
     gemm, weights = case.gemm, case.topk_weights
     tokens, top_k = weights.shape
     owners = gemm.expert_of.to(gemm.x.device)
-    rows = {int(e): (owners == e).nonzero().flatten() for e in gemm.expert_of.unique() if e >= 0}  # type: ignore[no-untyped-call]
+    rows = reference.rows_by_expert(owners)
     given = (gemm.x, gemm.words, gemm.scales, rows)
     factors = torch.where(owners.view_as(weights) >= 0, weights, 0.0).unsqueeze(-1)
     exact = reference.moe_w4a16(*given, top_k=1, exact=True).view(tokens, top_k, -1)
@@ -101,28 +107,31 @@ def combine_problems(case: CombineCase, expected: Expected, program: str) -> Ite
     judge = expected.exact.device
     prepared()
     first = memory.to(judge, copy=True)
+    changed = torch.zeros((), dtype=torch.bool, device=judge)
     for _ in range(2):
         routed.fill_(POISON)
         prepared()
-        if not torch.equal(first, memory.to(judge)):
-            yield f"{program}: two runs differ"
-    if not (first[:_GUARD_ROWS] == POISON).all() or not (first[_GUARD_ROWS + tokens :] == POISON).all():
-        yield f"{program}: wrote outside the output"
-    found = first[_GUARD_ROWS : _GUARD_ROWS + tokens]
-    if not torch.equal(found, two_operators(case, program).to(judge).view(torch.int16)):
-        yield f"{program}: other bits than {launch.OPERATOR} and moe_combine"
-    nobody = (gemm.expert_of.view(tokens, top_k) < 0).all(dim=1).to(judge)
-    if found[nobody].any():
-        yield f"{program}: a token without an expert here is not zero"
-    error = reference.rms_error(found.view(torch.bfloat16), expected.exact) if not nobody.all() else 0.0
-    if not error <= ERROR_RATIO * expected.error + _SLACK:
+        changed |= (first != memory.to(judge)).any()
+    sums = first[_GUARD_ROWS : _GUARD_ROWS + tokens]
+    nobody = (gemm.expert_of.view(tokens, top_k) < 0).all(dim=1)
+    difference = sums.view(torch.bfloat16).to(torch.float64) - expected.exact
+    found = (
+        changed,
+        (first[:_GUARD_ROWS] != POISON).any() | (first[_GUARD_ROWS + tokens :] != POISON).any(),
+        (sums != two_operators(case, program, judge).to(judge).view(torch.int16)).any(),
+        ((sums != 0) & nobody.to(judge).unsqueeze(1)).any(),
+        (difference.square().sum() / expected.exact.square().sum()).sqrt(),
+    )
+    *faults, error = torch.stack([value.to(torch.float64) for value in found]).tolist()
+    yield from (f"{program}: {what}" for what, fault in zip(_FAULTS, faults, strict=True) if fault)
+    if not nobody.all() and not error <= ERROR_RATIO * expected.error + _SLACK:
         yield f"{program}: RMS error {error:.3e}, the plain reference has {expected.error:.3e}"
 
 
-def two_operators(case: CombineCase, program: str) -> torch.Tensor:
-    """[M, N] bfloat16 by the same program, and moe_combine."""
-    rows = torch.full((case.topk_ids.numel(), case.gemm.columns), float("nan"), dtype=torch.bfloat16)
-    rows = rows.to(case.topk_ids.device)
+def two_operators(case: CombineCase, program: str, made_on: torch.device) -> torch.Tensor:
+    """[M, N] bfloat16 by the same program, and moe_combine. made_on: where the rows between them are first filled."""
+    size = case.topk_ids.numel(), case.gemm.columns
+    rows = torch.full(size, float("nan"), dtype=torch.bfloat16, device=made_on).to(case.topk_ids.device)
     run_program(case.gemm, program, rows)
     out = torch.empty(case.topk_ids.shape[0], case.gemm.columns, dtype=torch.bfloat16, device=rows.device)
     experts = {"num_experts": case.num_experts, "expert_map": case.expert_map}

@@ -20,6 +20,7 @@ Out = Annotated[Path, typer.Option("--out", help="Folder for the results file.")
 Commit = Annotated[
     str | None, typer.Option("--commit", help="Commit of the code that is measured, where git cannot tell.")
 ]
+Part = Annotated[str, typer.Option("--part", help="Ends the results file's name: for a run of some scenarios.")]
 LimitS = Annotated[
     float | None, typer.Option("--limit-s", help="Stop after so many seconds, with what is measured by then.")
 ]
@@ -76,9 +77,7 @@ def bench_w4a16(
     ] = None,
     long: Annotated[bool, typer.Option("--long", help="Prefill of 2048 to 16384 tokens as well.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Calls of each kernel; the median counts.")] = 101,
-    part: Annotated[
-        str, typer.Option("--part", help="Ends the results file's name: for a run of some scenarios.")
-    ] = "",
+    part: Part = "",
     commit: Commit = None,
 ) -> None:
     """Time the W4A16 GEMM on Kimi K2's shapes, or other models', cold L2, interleaved with its peers."""
@@ -103,9 +102,7 @@ def bench_layer(
         list[int] | None, typer.Option("--tokens", help="Some of the token counts; repeatable; default all.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Replays of each chain; the median counts.")] = 101,
-    part: Annotated[
-        str, typer.Option("--part", help="Ends the results file's name: for a run of some scenarios.")
-    ] = "",
+    part: Part = "",
     commit: Commit = None,
 ) -> None:
     """Time whole MoE layers of Kimi K2, router to combined output, cold L2, interleaved with the same of its peers."""
@@ -119,12 +116,20 @@ def bench_layer(
     _write(found, out, part)
 
 
-def bench_host(out: Out = Path("bench/results"), commit: Commit = None) -> None:
-    """Time launches on the host: bare driver call, prepared launch, eager call, first call in a fresh process."""
+def bench_host(
+    out: Out = Path("bench/results"),
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes whose first call is timed.")] = 3,
+    commit: Commit = None,
+) -> None:
+    """Time launches on the host: bare, prepared and eager; a process's first call, and first ones after preload.
+
+    Takes about 30 seconds, most of them the starts of fresh processes (3 to 4 each; seven by default); the results file
+    is written after each row.
+    """
     require_gpu()
     from chord.bench.host import run
 
-    _write(run(commit=commit, progress=_print_row), out)
+    _write(run(processes=processes, commit=commit, progress=_print_row, save=_saver(out)), out)
 
 
 def bench_docs(

@@ -39,7 +39,8 @@ def qualify(
     """Run the GPU checks of every program against the cubins of this registry, and write a receipt.
 
     The receipt says which cubins ran where, and whether they passed; `chord ls` and `chord coverage` show it, and
-    CHORD_REQUIRE_RECEIPT=1 asks for it. Exit status 1 if any program failed.
+    CHORD_REQUIRE_RECEIPT=1 asks for it. It is kept up to date as programs are done: a run that is ended early leaves
+    one that holds for what it has. Exit status 1 if any program failed.
     """
     if _settings.read().require_receipt:
         raise SettingsError("CHORD_REQUIRE_RECEIPT=1 lets nothing run that has no receipt yet: unset it to qualify")
@@ -53,30 +54,33 @@ def qualify(
 
     folder = None if no_receipt else receipts.folder(receipt)
     device = torch.cuda.current_device()
-    wanted, progress = receipts.patterns(op, only), (lambda verdict: None) if json else _print_verdict
-    if jobs > 1:
-        verdicts = shards.qualify_in_processes(device, jobs, tiny=tiny, only=wanted, progress=progress)
-    else:
-        verdicts = qualify_all(device, tiny=tiny, only=wanted, progress=progress)
+    wanted, show = receipts.patterns(op, only), (lambda verdict: None) if json else _print_verdict
+
+    def check(progress: receipts.Progress) -> list[Verdict]:
+        if jobs > 1:
+            return shards.qualify_in_processes(device, jobs, tiny=tiny, only=wanted, progress=progress)
+        return qualify_all(device, tiny=tiny, only=wanted, progress=progress)
+
+    journal = None if folder is None else receipts.Journal(folder, device, tiny=tiny, key=key)
+    verdicts = check(show) if journal is None else receipts.recorded(check, show, journal)
     if not verdicts:
         raise ChordError(
             f"--op {' '.join(op or ['(all)'])} and --only {only!r} match no program; `chord ls` lists them"
         )
     failed = sum(bool(verdict.problems) for verdict in verdicts)
-    made = receipts.make(verdicts, device, tiny=tiny)
-    path = None if folder is None else receipts.write(made, folder, key)
     if json:
-        print_json(made)
+        print_json(receipts.make(verdicts, device, tiny=tiny))
     else:
         console().print(f"{len(verdicts)} programs checked, {failed} failed")
-        if path is not None:
-            console().print(f"receipt: {path}", highlight=False, soft_wrap=True)
+        if journal is not None:
+            console().print(f"receipt: {journal.path}", highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 
 
 def _print_verdict(verdict: Verdict) -> None:
     state = "FAILED" if verdict.problems else "ok"
-    console().print(f"{state:6} {verdict.program}, {verdict.cases} cases", markup=False, highlight=False)
+    what = f"{state:6} {verdict.program}, {verdict.cases} cases, {verdict.seconds:.1f} s"
+    console().print(what, markup=False, highlight=False)
     for problem in verdict.problems[:5]:
         console().print(f"       {problem}", markup=False, highlight=False, style="red", soft_wrap=True)

@@ -35,6 +35,19 @@ class _Step(NamedTuple):
     multiprocessors: int | None
 
 
+class _Launch(NamedTuple):
+    """One kernel of a prepared launch: of how many blocks, with which arguments."""
+
+    kernel: KernelConfig
+    function: Handle
+    blocks: int
+    packed: Packed
+
+
+_Steps = tuple[tuple[Handle, Handle, int], ...]
+"""The kernels of a launch on one stream: configuration, function, address of the parameters."""
+
+
 class Kernel:
     """All kernels of one program, loaded on one device. Made by `Registry.load`."""
 
@@ -80,8 +93,8 @@ class Kernel:
         """
         packed = self._packer.pack(arguments, self.device, self._driver)
         packed = packed._replace(keep=(*packed.keep, owners))
-        launches = [(step.kernel, step.function, self._blocks(step, arguments)) for step in self._steps]
-        made = PreparedLaunch(self.name, self.device, self._driver, packed, launches, _provider(stream))
+        launches = [_Launch(step.kernel, step.function, self._blocks(step, arguments), packed) for step in self._steps]
+        made = PreparedLaunch(self.name, self.device, self._driver, launches, _provider(stream))
         if not callable(stream):
             made.make_ready(made._stream())
         return made
@@ -123,8 +136,6 @@ class PreparedLaunch:
         "_driver",
         "_foreign",
         "_launches",
-        "_packed",
-        "_params",
         "_stream",
         "name",
     )
@@ -134,25 +145,35 @@ class PreparedLaunch:
         name: str,
         device: int,
         driver: Driver,
-        packed: Packed,
-        launches: Sequence[tuple[KernelConfig, Handle, int]],
+        launches: Sequence[_Launch],
         stream: StreamProvider,
     ) -> None:
         self.name = name
         self._device = device
         self._driver = driver
-        self._packed = packed
-        self._params = packed.address
         self._launches = tuple(launches)
         self._stream = stream
         self._call = driver.launch
-        self._by_stream: dict[int, tuple[tuple[Handle, Handle], ...]] = {}
+        self._by_stream: dict[int, _Steps] = {}
         self._foreign = False
 
     @property
     def grids(self) -> tuple[int, ...]:
         """Blocks of each kernel."""
-        return tuple(blocks for _, _, blocks in self._launches)
+        return tuple(launch.blocks for launch in self._launches)
+
+    def followed_by(self, other: PreparedLaunch) -> PreparedLaunch:
+        """One launch of these kernels and then of the other's, on the stream that this one's provider names.
+
+        It asks for the stream once, and so costs the host less than two. Raises ValueError for another device's launch.
+        """
+        if (other._device, other._driver) != (self._device, self._driver):
+            raise ValueError(
+                f"other: expected a launch on device {self._device}, as {self.name}, got {other.name} on device "
+                f"{other._device}; prepare both on one device"
+            )
+        launches, name = (*self._launches, *other._launches), f"{self.name} and {other.name}"
+        return PreparedLaunch(name, self._device, self._driver, launches, self._stream)
 
     def make_ready(self, stream: int) -> None:
         """Make the configurations for a stream now, so that the first launch on it costs what later ones do."""
@@ -166,7 +187,7 @@ class PreparedLaunch:
         addresses in memory that this object owns.
         """
         steps = self._by_stream.get(stream) or self._configure(stream)
-        return self._call, tuple((config, function, self._params, 0) for config, function in steps)
+        return self._call, tuple((*step, 0) for step in steps)
 
     def __call__(self) -> None:
         """Raises DriverError when the driver refuses; what was launched before that stays launched."""
@@ -175,25 +196,25 @@ class PreparedLaunch:
         if self._foreign:
             self._launch_in_own_context(steps)
             return
-        call, params = self._call, self._params
-        for position, (config, function) in enumerate(steps):
+        call = self._call
+        for position, (config, function, params) in enumerate(steps):
             result = call(config, function, params, 0)
             if result[0]:
                 self._refused(result, steps[position:])
                 return
 
-    def _configure(self, stream: int) -> tuple[tuple[Handle, Handle], ...]:
+    def _configure(self, stream: int) -> _Steps:
         handle = index(stream)
         steps = tuple(
-            (self._driver.launch_config(kernel, blocks, handle), function)
-            for kernel, function, blocks in self._launches
+            (self._driver.launch_config(kernel, blocks, handle), function, packed.address)
+            for kernel, function, blocks, packed in self._launches
         )
         if len(self._by_stream) >= _MAX_STREAMS:
             self._by_stream.clear()
         self._by_stream[stream] = steps
         return steps
 
-    def _refused(self, result: tuple[int, ...], steps: Sequence[tuple[Handle, Handle]]) -> None:
+    def _refused(self, result: tuple[int, ...], steps: Sequence[tuple[Handle, Handle, int]]) -> None:
         """A default stream belongs to the current context: if that is not ours, launch in ours, now and later."""
         if int(result[0]) in WRONG_CONTEXT:
             self._launch_in_own_context(steps)
@@ -201,10 +222,10 @@ class PreparedLaunch:
         else:
             self._driver.check(result, f"launching {self.name} on device {self._device}")
 
-    def _launch_in_own_context(self, steps: Sequence[tuple[Handle, Handle]]) -> None:
+    def _launch_in_own_context(self, steps: Sequence[tuple[Handle, Handle, int]]) -> None:
         with self._driver.context(self._device):
-            for config, function in steps:
-                result = self._call(config, function, self._params, 0)
+            for config, function, params in steps:
+                result = self._call(config, function, params, 0)
                 self._driver.check(result, f"launching {self.name} on device {self._device}")
 
 

@@ -62,6 +62,8 @@ class Receipt(_Strict, frozen=True, kw_only=True):
     """The tool that watched the run, if any."""
     tiny: bool
     """Whether the inputs were those that suit a sanitizer."""
+    complete: bool = True
+    """Whether the run came to its end. What it has of a program holds all the same: it has none without a verdict."""
     checks: dict[str, tuple[Text, ...]]
     """What was checked, by operator."""
     programs: dict[str, Outcome]

@@ -82,18 +82,9 @@ def moe_w4a16(
         pairs = x.shape[0] * top_k
         check_plan_values(*blocks, block_m=block_m, num_experts=shape.experts, num_pairs=pairs)
     arguments = (
-        x,
-        packed.data,
-        *blocks,
-        row_weight,
-        shape.gated,
-        top_k,
-        block_m,
-        expected_rows,
-        invariant,
-        zero_missing,
-        swiglu,
-    )
+        x, packed.data, *blocks, row_weight, shape.gated, top_k, block_m, expected_rows,
+        invariant, zero_missing, swiglu,
+    )  # fmt: skip
     if out is None:
         result: torch.Tensor = torch.ops.chord.moe_w4a16.default(*arguments)
         return result
@@ -102,7 +93,7 @@ def moe_w4a16(
 
 
 class PreparedMoeW4A16:
-    """A W4A16 GEMM bound to its buffers: calling it launches the kernel again on torch's current stream.
+    """A W4A16 GEMM bound to its buffers: calling it launches the kernels again on torch's current stream.
 
     A call reads x, the plan and row_weight as they are then and writes `out`; it allocates nothing and synchronises
     nothing. Made by `chord.prepare_moe_w4a16`. One instance must not run on two streams at once: both runs would write
@@ -165,19 +156,22 @@ def prepare_moe_w4a16(
     else:
         prepared = Prepared(lambda: None, "")
     if zero_missing:
-        prepared = prepared._replace(launch=cleared_first(out, prepared.launch))
+        prepared = prepared._replace(launch=ClearedFirst(out, prepared.launch))
     return PreparedMoeW4A16(prepared, out)
 
 
-def cleared_first(out: torch.Tensor, launched: Callable[[], object]) -> Callable[[], None]:
+class ClearedFirst:
     """A launch that zeroes its output before."""
-    rows = out.detach()
 
-    def call() -> None:
-        rows.zero_()
-        launched()
+    __slots__ = ("launched", "rows")
 
-    return call
+    def __init__(self, out: torch.Tensor, launched: Callable[[], object]) -> None:
+        self.rows = out.detach()
+        self.launched = launched
+
+    def __call__(self) -> None:
+        self.rows.zero_()
+        self.launched()
 
 
 def check_no_program(program: str | None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from chord._runtime import Prepared
 from chord.router.experts import resolve_local_experts
-from chord.router.validate import check_block_m, check_bool, check_int, check_tensor
+from chord.router.validate import MAX_EXPERTS, check_block_m, check_bool, check_int, check_tensor
 from chord.w4a16 import combine_launch, combine_ops, reference
 from chord.w4a16.api import Plan, PreparedMoeW4A16, blocks_of, check_no_program, check_width, checked_packed
 from chord.w4a16.combine_ops import Arguments
@@ -41,7 +41,7 @@ def moe_w4a16_combine(
     packed: from `chord.pack_w4a16`, without gates. plan: of these ids over the experts of `packed`, block_m the plan's.
     topk_weights, topk_ids: [M, k] float32 and int32. Ids are global; those outside 0..num_experts-1 and those of
         experts elsewhere count as zero.
-    num_experts: experts that the ids name; default those of `packed`, or the length of a map.
+    num_experts: experts that the ids name, at most 1024; default those of `packed`, or the length of a map.
     local_experts: which of them `packed` holds, a range or a map, as the plan was given it. Default all.
     expected_rows, invariant: as for `chord.moe_w4a16`.
     routed: [M * k, N] bfloat16, scratch that is overwritten; allocated when it is not given.
@@ -70,7 +70,7 @@ def moe_w4a16_combine(
     if out is None and routed is None:
         result: torch.Tensor = torch.ops.chord.moe_w4a16_combine.default(*arguments)
         return result
-    routed, out = _outputs(arguments, routed, out)
+    routed, out = _outputs(arguments, packed.shape.n, routed, out)
     torch.ops.chord.moe_w4a16_combine_out.default(*arguments, routed, out)
     return out
 
@@ -110,22 +110,21 @@ def prepare_moe_w4a16_combine(
         {"routed": routed, "out": out},
     )
     shape = combine_ops.check(arguments)
-    routed, out = _outputs(arguments, routed, out)
+    routed, out = _outputs(arguments, shape.n, routed, out)
     combine_ops.check_outputs(arguments, shape, routed, out)
     if not x.is_cuda:
         check_no_program(program)
         held = routed, out
         return PreparedMoeW4A16(Prepared(lambda: combine_ops.run(arguments, shape, *held), "reference"), out)
     if not topk_ids.numel() or not arguments.expert_ids.numel():
-        return PreparedMoeW4A16(Prepared(out.zero_, ""), out)
+        return PreparedMoeW4A16(Prepared(out.detach().zero_, ""), out)
     return PreparedMoeW4A16(combine_launch.prepare(arguments, shape, routed, out, program), out)
 
 
 def _outputs(
-    arguments: Arguments, routed: torch.Tensor | None, out: torch.Tensor | None
+    arguments: Arguments, columns: int, routed: torch.Tensor | None, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those that are given, and new ones."""
-    columns = combine_ops.check(arguments).n
+    """Those that are given, and new ones of `columns`."""
     rows = arguments.topk_ids.shape
     if routed is None:
         routed = arguments.x.new_empty(rows.numel(), columns)
@@ -160,7 +159,7 @@ def _arguments(
         if isinstance(local_experts, range):
             raise ValueError("num_experts: expected how many experts topk_ids name, beside a range of local ones")
         num_experts = experts if local_experts is None else local_experts.shape[0]
-    check_int("num_experts", num_experts, 1)
+    check_int("num_experts", num_experts, 1, MAX_EXPERTS)
     if local_experts is None and num_experts != experts:
         raise ValueError(
             f"local_experts: expected which of {num_experts} experts the {experts} of packed are, got None"

@@ -30,18 +30,10 @@ def prepare(
     given: Arguments, shape: WeightShape, routed: torch.Tensor, out: torch.Tensor, program: str | None
 ) -> Prepared:
     """Binds what `combine` would launch to checked buffers; follows torch's current stream. Named after the GEMM."""
-    device, owners = given.x.device.index, (given, routed, out)
-    values = _gemm_values(given, shape, routed)
-    gemm, name = launch.prepare(
-        launch.OPERATOR, values, device, shape, given.expert_rows, given.invariant, program, owners
+    values, sums = _gemm_values(given, shape, routed), _sum_values(given, routed, out)
+    return launch.prepare_with_sums(
+        values, sums, given.x.device.index, shape, given.expert_rows, given.invariant, program, (given, routed, out)
     )
-    sums, _ = launch.prepare_rows(launch.SUMS, device, _sum_values(given, routed, out), owners)
-
-    def both() -> None:
-        gemm()
-        sums()
-
-    return Prepared(both, name)
 
 
 def _gemm_values(given: Arguments, shape: WeightShape, routed: torch.Tensor) -> dict[str, int]:

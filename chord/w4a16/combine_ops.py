@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chord.router.validate import check_devices, check_int, check_memory, check_tensor
+from chord.router.validate import MAX_EXPERTS, check_devices, check_int, check_memory, check_tensor
 from chord.w4a16 import combine_launch, layout, reference
 from chord.w4a16.api import BlockPlan
 from chord.w4a16.layout import WeightShape
@@ -57,6 +57,7 @@ def check(given: Arguments) -> WeightShape:
     check_tensor("topk_ids", given.topk_ids, (torch.int32,), (None, None))
     tokens, top_k = given.topk_ids.shape
     check_int("top_k (columns of topk_ids)", top_k, 1)
+    check_int("num_experts", given.num_experts, 1, MAX_EXPERTS)
     check_tensor("x", given.x, (torch.bfloat16,), (tokens * top_k, shape.k))
     check_tensor("topk_weights", given.topk_weights, (torch.float32,), (tokens, top_k))
     tensors = {"x": given.x, "topk_ids": given.topk_ids, "topk_weights": given.topk_weights}
@@ -79,7 +80,7 @@ def check_outputs(given: Arguments, shape: WeightShape, routed: torch.Tensor, ou
     routes = {"topk_weights": given.topk_weights, "topk_ids": given.topk_ids}
     inputs = {"x": given.x, "packed": given.packed, "sorted_token_ids": given.sorted_token_ids}
     check_memory({**inputs, **routes}, {"routed": routed})
-    check_memory({"routed": routed, **routes}, {"out": out})
+    check_memory({"packed": given.packed, "routed": routed, **routes}, {"out": out})
 
 
 def local_ids(given: Arguments) -> torch.Tensor:

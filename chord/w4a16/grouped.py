@@ -7,7 +7,7 @@ import torch
 from chord._runtime import Prepared
 from chord.router.validate import check_tensor
 from chord.w4a16 import grouped_ops, launch
-from chord.w4a16.api import PreparedMoeW4A16, check_no_program, check_width, checked_packed, cleared_first
+from chord.w4a16.api import ClearedFirst, PreparedMoeW4A16, check_no_program, check_width, checked_packed
 from chord.w4a16.grouped_ops import Settings
 from chord.w4a16.grouped_rows import ContiguousRows, GroupedRows, MaskedRows
 from chord.w4a16.validate import check_kinds, check_swiglu
@@ -171,7 +171,7 @@ def _prepare(
     else:
         prepared = Prepared(lambda: None, "")
     if settings.zero_missing:
-        prepared = prepared._replace(launch=cleared_first(out, prepared.launch))
+        prepared = prepared._replace(launch=ClearedFirst(out, prepared.launch))
     return PreparedMoeW4A16(prepared, out)
 
 

@@ -109,6 +109,25 @@ def prepare(
     return Prepared(bound, kernel.name)
 
 
+def prepare_with_sums(
+    values: dict[str, int],
+    sums: dict[str, int],
+    device: int,
+    shape: WeightShape,
+    expert_rows: int,
+    invariant: bool,
+    program: str | None,
+    owners: object,
+) -> Prepared:
+    """Binds a GEMM and the sums behind it as one launch, which asks for the stream once. Named after the GEMM."""
+    stream = _runtime.stream_provider(device)
+    gemm = _chosen(OPERATOR, device, shape, expert_rows, most_rows(values, shape), invariant, program)
+    behind = _row_mover(SUMS, device, sums["num_units"])
+    bound = gemm.prepare(values, stream=stream, owners=owners).followed_by(behind.prepare(sums, stream=stream))
+    bound.make_ready(_runtime.raw_stream(device))
+    return Prepared(bound, gemm.name)
+
+
 def gemm_values(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -200,14 +219,6 @@ def unpack(packed: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, shape
 def move_rows(operator: str, device: int, values: dict[str, int]) -> None:
     """Launches an operator of MOVERS with arguments of its contract, which are checked."""
     _launch(_row_mover(operator, device, values["num_units"]), device, values)
-
-
-def prepare_rows(operator: str, device: int, values: dict[str, int], owners: object) -> Prepared:
-    """Binds what `move_rows` would launch; the result keeps `owners`, the buffers, alive."""
-    kernel = _row_mover(operator, device, values["num_units"])
-    bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
-    bound.make_ready(_runtime.raw_stream(device))
-    return Prepared(bound, kernel.name)
 
 
 def route_intervals(

@@ -4,7 +4,7 @@ profile says what a layer is for, it chooses no kernel.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from chord import _settings
 from chord.w4a16.layout import WeightShape
@@ -56,8 +56,10 @@ def select_profile(
     """The profile of a layer with projections of `shape` on an architecture (None on a CPU: taken for Hopper's).
 
     profile: a name of PROFILES, or "auto". role: prefill or decode; without it CHORD_SM90_DECODE says, else prefill.
-    tensor_parallel_size: where the shape does not tell. Raises ValueError for what contradicts itself.
+    tensor_parallel_size: where the shape does not tell. Raises ValueError for what is unknown or contradicts itself.
     """
+    if role not in (None, *get_args(Role)):
+        raise ValueError(f"role: expected one of {', '.join(get_args(Role))}, got {role!r}")
     if profile != "auto":
         return _named(profile, arch)
     split = _split(shape, tensor_parallel_size)

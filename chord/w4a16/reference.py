@@ -6,9 +6,14 @@ how much of an error is the contract's own rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
-from chord.w4a16.layout import SCALE_GROUP, codes_from_words
+from chord.w4a16.layout import CODES_PER_WORD, SCALE_GROUP, codes_from_words
+
+_WEIGHTS_AT_ONCE = 1 << 24
+"""Bounds what is held dequantised to 128 MiB of float64, or one expert's."""
 
 
 def exact_weights(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -46,6 +51,28 @@ def block_rows(
     return {expert: torch.cat(parts) for expert, parts in sorted(found.items())}
 
 
+def rows_by_expert(owners: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Positions of each expert's entries in [rows] owners, ascending: int64 by expert. Negative owners are nobody.
+
+    Reads back once or twice, not once an expert.
+    """
+    experts, counts = owners.unique(return_counts=True)  # type: ignore[no-untyped-call]
+    parts = owners.argsort(stable=True).split(counts.tolist())  # type: ignore[no-untyped-call]
+    return {expert: part for expert, part in zip(experts.tolist(), parts, strict=True) if expert >= 0}
+
+
+def expert_weights(
+    words: torch.Tensor, scales: torch.Tensor, experts: Iterable[int], *, exact: bool = False
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each expert with its weights [N, K], the contract's or exact ones; small ones are worked out several at once."""
+    dequantize = exact_weights if exact else contract_weights
+    chosen, size = list(experts), max(1, _WEIGHTS_AT_ONCE // max(1, CODES_PER_WORD * words[:1].numel()))
+    for start in range(0, len(chosen), size):
+        some = chosen[start : start + size]
+        stacked = [torch.stack([tensor[expert] for expert in some]) for tensor in (words, scales)]
+        yield from zip(some, dequantize(*stacked), strict=True)
+
+
 def moe_w4a16(
     x: torch.Tensor,
     words: torch.Tensor,
@@ -70,10 +97,9 @@ def moe_w4a16(
     if out is None:
         size = (x.shape[0] * top_k, words.shape[1] // 2 if swiglu else words.shape[1])
         out = torch.zeros(size, dtype=kind if exact else torch.bfloat16, device=x.device)
-    for expert, pairs in rows.items():
-        dequantize = exact_weights if exact else contract_weights
-        weight = dequantize(words[expert], scales[expert]).to(kind)
-        product = x[pairs // top_k].to(kind) @ weight.T
+    for expert, weight in expert_weights(words, scales, rows, exact=exact):
+        pairs = rows[expert]
+        product = x[pairs // top_k].to(kind) @ weight.to(kind).T
         if swiglu:
             gate, up = product.chunk(2, dim=1)
             product = torch.nn.functional.silu(gate) * up

@@ -122,7 +122,7 @@ def combine_rows(
         scalars = {"num_sorted": rows.shape[0], "top_k": top_k, "num_experts": num_experts}
         _launch("moe_combine", pointers, tokens, width, limit, **scalars)
         return
-    if not rows.shape[0]:  # nothing that an id could name
+    if not rows.shape[0] or not num_experts:  # nothing that an id could name
         out.zero_()
         return
     counted = (topk_ids >= 0) & (topk_ids < num_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("default"))  # torch's own warnings are not ours to forbid
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_captures():
+    """torch.cuda.graph collects garbage before each capture, and would look through all of torch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _end_hangs():
     faulthandler.dump_traceback_later(_HANG_SECONDS, exit=True)
@@ -29,6 +38,7 @@ def _end_hangs():
 
 @pytest.fixture
 def device() -> torch.device:
+    torch.set_num_threads(1)  # what is judged on the host is small; more threads wait for each other, and for others'
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -114,3 +114,16 @@ def _plain_plan(case, device):
 def test_no_tokens(device):
     case = checks.combine_case(WeightShape(8, 320, 192), 0, 4, 8, "random", device)
     assert call(case).shape == (0, 320)
+
+
+def test_a_plan_without_blocks_clears_the_output(device):
+    case = checks.combine_case(WeightShape(8, 320, 192), 5, 4, 8, "random", device)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
+    plan = chord.w4a16.BlockPlan(nothing, nothing, torch.zeros(1, dtype=torch.int32, device=device))
+    out = torch.ones(5, 320, dtype=torch.bfloat16, device=device, requires_grad=True)
+    prepared = chord.prepare_moe_w4a16_combine(
+        case.gemm.x, case.gemm.packed, plan, case.topk_weights, case.topk_ids, block_m=8,
+        num_experts=case.num_experts, local_experts=case.expert_map, out=out,
+    )  # fmt: skip
+    prepared()
+    assert not out.any()

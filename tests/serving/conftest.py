@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -27,3 +28,4 @@ def vllm() -> None:
     from chord.integrations import vllm as plugin
 
     plugin.register()
+    gc.freeze()  # torch.cuda.graph collects garbage before each capture, and would look through all of vLLM

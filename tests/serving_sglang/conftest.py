@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 
@@ -22,3 +24,4 @@ def sglang() -> None:
 
     plugin.register()
     plugin.register()
+    gc.freeze()  # torch.cuda.graph collects garbage before each capture, and would look through all of SGLang

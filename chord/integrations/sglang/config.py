@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
+from chord.integrations.projections import check_projection
 from chord.integrations.sglang import NAME
-from chord.w4a16.scheme import check_group
 
 CHECKPOINTS = ("compressed-tensors", "compressed_tensors")
 """The quant_method of checkpoints that are read."""
@@ -51,16 +51,6 @@ class ChordConfig(CompressedTensorsConfig):
 
         self._add_fused_moe_to_target_scheme_map()
         for name in PROJECTIONS:
-            self._check_projection(layer, f"{prefix}.0.{name}")
+            expert = f"{prefix}.0.{name}"
+            check_projection(self.get_scheme_dict(layer, expert), expert, NAME, self.quant_format)
         return ChordMoEMethod(prefix)
-
-    def _check_projection(self, layer: torch.nn.Module, name: str) -> None:
-        scheme = self.get_scheme_dict(layer, name)
-        if scheme is None:
-            raise ValueError(
-                f"{name}: its weights are not quantised, --quantization {NAME} serves routed experts in INT4 alone; "
-                "leave the option out for this model"
-            )
-        weights = scheme.get("weights")
-        group = {"format": self.quant_format, **scheme, "weights": None if weights is None else dict(weights)}
-        check_group({**group, "format": group["format"] or self.quant_format}, name)

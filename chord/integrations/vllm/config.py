@@ -8,9 +8,9 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
+from chord.integrations.projections import check_projection
 from chord.integrations.vllm import NAME
 from chord.integrations.vllm.method import ChordMoEMethod
-from chord.w4a16.scheme import check_group
 
 
 class ChordConfig(CompressedTensorsConfig):
@@ -33,16 +33,6 @@ class ChordConfig(CompressedTensorsConfig):
         self._add_fused_moe_to_target_scheme_map()
         names = [layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name]
         for name in names:
-            self._check_projection(layer, f"{prefix}.0.{name}")
+            expert = f"{prefix}.0.{name}"
+            check_projection(self.get_scheme_dict(layer, expert), expert, NAME)
         return ChordMoEMethod(layer.moe_config, prefix)
-
-    def _check_projection(self, layer: RoutedExperts, name: str) -> None:
-        scheme = self.get_scheme_dict(layer, name)
-        if scheme is None:
-            raise ValueError(
-                f"{name}: its weights are not quantised, --quantization {NAME} serves routed experts in INT4 alone; "
-                "leave the option out for this model"
-            )
-        weights = scheme.get("weights")
-        group = {**scheme, "weights": None if weights is None else dict(weights)}
-        check_group(group, name)

@@ -283,7 +283,10 @@ private:
         u32 before = 0;
         const u32 keys = at + Scratch::kRankKeys;
 #pragma unroll 1
-        for (u32 i = 0; i < kWarp; ++i) before += ptx::load_shared(keys + i * 4) == key && __shfl_sync(kFullWarp, id, i) < id;
+        for (u32 i = 0; i < kWarp; ++i) {
+            const u32 other_id = __shfl_sync(kFullWarp, id, i);  // by all lanes, so before anything that only some of them see
+            before += ptx::load_shared(keys + i * 4) == key && other_id < id;
+        }
         return before;
     }
 

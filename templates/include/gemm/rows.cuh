@@ -27,6 +27,7 @@ struct Window {
 template <class T>
 __device__ __forceinline__ Window add_up_runs(Window window, u32 shared) {
     constexpr u32 kWarps = T::producer_threads / 32;
+    static_assert(kWarps <= 4, "run_counts has room for the sums of four warps");
     const u32 thread = threadIdx.x - T::first_producer, counts = shared + T::run_counts;
     for (u32 run = thread; run < window.runs; run += T::producer_threads) {
         const u32 rows = ptx::load_shared(shared + T::run_rows + 4 * run);

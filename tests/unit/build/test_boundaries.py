@@ -103,6 +103,18 @@ def test_inline_ptx_has_one_home() -> None:
     assert users == {("include", "ptx")}
 
 
+def test_no_lane_skips_a_collective() -> None:
+    """A shuffle or vote of a whole warp must not stand where another operand decides whether it is evaluated.
+
+    `idle` is one value for a warp.
+    """
+    skipped = re.compile(r"(?:&&|\|\||\?)[^;{}]*__\w+_sync\(kFullWarp")
+    known = "if (!idle && __any_sync(kFullWarp"
+    for path in (ROOT / "templates").rglob("*.cuh"):
+        code = re.sub(r"//[^\n]*", "", path.read_text()).replace(known, "")
+        assert not skipped.search(code), (path, skipped.search(code))
+
+
 def test_headers_are_guarded() -> None:
     for path in (ROOT / "templates").rglob("*.cuh"):
         assert "#pragma once" in path.read_text(), path

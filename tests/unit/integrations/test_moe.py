@@ -238,3 +238,7 @@ def test_a_sum_over_no_rows_is_zero() -> None:
     none, weights = torch.empty(0, 16, dtype=torch.bfloat16), torch.ones(4, 2)
     combine_rows(none, out, weights, ids, num_experts=1, row_ids=places, limit=torch.tensor(0))
     assert not out.any()
+    out.fill_(7.0)
+    nobody = torch.empty(0, dtype=torch.int32)
+    combine_rows(torch.ones(8, 16, dtype=torch.bfloat16), out, weights, ids, num_experts=0, expert_map=nobody)
+    assert not out.any()

@@ -409,6 +409,30 @@ def test_the_driver_calls_of_a_launch_are_what_it_launches(pair, api):
     assert len(by_hand) == 2
 
 
+def test_two_launches_become_one_that_asks_for_the_stream_once(many, pair, api):
+    asked = []
+    first = pair.prepare(GOOD, stream=lambda: asked.append(0) or 3)
+    second = many.prepare(GOOD | {"num_tokens": 40}, stream=lambda: 9)
+    both = first.followed_by(second)
+    both()
+    assert (asked, both.name, both.grids) == ([0], "toy.pair and toy.many", first.grids + second.grids)
+    found = [(made["function"], made["params"], made["stream"]) for made in api.launches]
+    wanted = [call[1:3] for launch in (first, second) for call in launch.driver_calls(3)[1]]
+    assert found == [(function, params, 3) for function, params in wanted]
+    del first, second
+    gc.collect()
+    api.launches.clear()
+    both()
+    assert slots(api.launches[-1]["params"], *TYPES)[2] == 40, "it keeps the arguments of both"
+
+
+def test_launches_of_two_devices_do_not_become_one(registry, many, api):
+    api.capabilities = ((9, 0), (9, 0))
+    elsewhere = registry.load("toy.pair", device=1).prepare(GOOD)
+    with pytest.raises(ValueError, match=r"expected a launch on device 0, as toy.many, got toy.pair on device 1"):
+        many.prepare(GOOD).followed_by(elsewhere)
+
+
 def test_the_host_cost_over_a_bare_call(pair):
     """With a driver that does nothing, what is left is what a prepared launch adds to a bare call."""
     from statistics import median

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chord.bench import docs, plot, report, results, router, stats, timing
+from chord.bench import docs, plot, preloaded, report, results, router, stats, timing
 from chord.bench.peers import from_wheel
 from chord.bench.results import Results, Row
 
@@ -199,6 +199,16 @@ def test_documents_with_unknown_figures_are_refused(tmp_path):
     document.write_text("<!-- figures: host -->\n<!-- end of figures -->\n")
     with pytest.raises(ValueError, match=r"-host\.json, found none"):
         docs.update(document, tmp_path)
+    document.write_text("<!-- figures: summary -->\n<!-- end of figures -->\n")
+    with pytest.raises(ValueError, match=r"goals\.json: expected a file of goals beside the results' folder \(No such"):
+        docs.update(document, tmp_path / "results")
+    with pytest.raises(ValueError, match=r"none\.md: expected a document to fill \(No such file"):
+        docs.update(tmp_path / "none.md", tmp_path)
+
+
+def test_first_launches_of_other_operators_are_refused():
+    with pytest.raises(ValueError, match="operator: expected one of fused_router, moe_w4a16, got 'route_plan'"):
+        preloaded.measure("route_plan")
 
 
 def test_programs_of_a_peers_wheel_stay_executable(tmp_path):

@@ -8,9 +8,18 @@ import re
 import pytest
 import torch
 
-from chord.checks.compare import POISON, check_ids, check_plan, check_weights, same_bits
+from chord.checks import compare, router
+from chord.checks.compare import POISON, check_ids, check_plan, check_weights, differing, same_bits
 from chord.checks.inputs import ADVERSARIES, adversarial_case, mixed_batch, normal_case
-from chord.checks.router import Settings, check_route_plan, check_router, router_problems, run_prepared
+from chord.checks.router import (
+    Settings,
+    check_route_plan,
+    check_router,
+    check_router_with,
+    router_problems,
+    run_prepared,
+    spacious_plan,
+)
 from chord.router import reference
 
 CPU = torch.device("cpu")
@@ -128,3 +137,36 @@ def test_same_bits():
     assert same_bits(nan, nan.clone())
     assert not same_bits(zero, -zero)
     assert not same_bits(zero, torch.zeros(2))
+
+
+def test_differing_tensors_are_named():
+    nan, ints = torch.tensor([math.nan, 0.0]), torch.arange(3, dtype=torch.int32)
+    names = ("nan", "zero", "ints", "shape", "type", "empty")
+    mine = [nan, torch.zeros(2), ints, ints, ints, ints[:0]]
+    theirs = [nan.clone(), -torch.zeros(2), ints + 1, ints[:2], ints.long(), ints[:0].clone()]
+    assert differing(names, mine, theirs) == ["zero", "ints", "shape", "type"]
+    assert differing([], [], []) == []
+
+
+@pytest.mark.parametrize("expert_map", [None, torch.arange(47, -1, -1, dtype=torch.int32)])
+def test_one_copy_takes_a_plan_to_the_host(expert_map):
+    ids = torch.randint(-1, 50, (9, 8), dtype=torch.int32)
+    plan = spacious_plan(9, 8, 48, 8, CPU)
+    reference.fill_route_plan(plan, ids, 48, 8, expert_map)
+    copied = compare._on_host(plan, ids, expert_map)
+    assert check_plan(copied[0], copied[1], 48, 8, copied[2]) == []
+    assert all(torch.equal(a, b) for a, b in zip(copied[0], plan, strict=True))
+
+
+def test_ids_and_weights_that_were_right_are_judged_once(monkeypatch):
+    case, judged = normal_case(33, 384, torch.float32, CPU), []
+    monkeypatch.setattr(router, "check_ids", lambda *given: judged.append(given) or check_ids(*given))
+    several = [Settings(8), Settings(16, local_experts=range(9)), Settings(8, False, 2.5), Settings(24)]
+    assert check_router_with(case, several) == []
+    assert len(judged) == 2, "once a way to weight"
+    right = run_prepared(case, several[0])
+    for change, message in FAULTS.values():
+        written = run_prepared(case, several[0])
+        change(written)
+        problems = router_problems(case, several[0], written, right)
+        assert any(re.search(message, problem) for problem in problems), problems

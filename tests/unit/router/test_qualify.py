@@ -64,11 +64,20 @@ def test_given_counts_are_kept_to(stand_in):
 
 def test_tiny_trials_run_and_are_judged_on_the_host(stand_in):
     program = PROGRAMS["fused_router.few32.e384.k8.bf16.bm8"]
-    trials = list(qualify.tiny_trials(program))
-    assert [problem for trial in trials for problem in qualify._run(trial, "p", CPU)] == []
+    trials, known = list(qualify.tiny_trials(program)), qualify._Known()
+    assert [problem for trial in trials for problem in qualify._run(trial, "p", CPU, known)] == []
     stand_in.add("p")
-    problems = [problem for trial in trials for problem in qualify._run(trial, "p", CPU)]
+    problems = [problem for trial in trials for problem in qualify._run(trial, "p", CPU, known)]
     assert any("topk_weights" in problem for problem in problems)
+
+
+def test_tiny_trials_have_ties_at_the_boundary():
+    """Equal scores at the K-th place, too few for the exact path: a branch that only such rows take."""
+    program = PROGRAMS["fused_router.few32.e384.k8.bf16.bm8"]
+    case = next(qualify.tiny_trials(program, brief=True)).case
+    ranked = (case.logits.float().sigmoid() + case.bias).sort(dim=1, descending=True).values
+    equal = (ranked == ranked[:, 7:8]).sum(1)
+    assert ((ranked[:, 7] == ranked[:, 8]) & (equal < 32)).any()
 
 
 def test_programs_are_held_against_one_that_was_right(stand_in):
@@ -91,3 +100,29 @@ def test_a_case_from_the_host_leaves_nothing_unwritten(stand_in):
 def test_patterns():
     assert qualify.matches("fused_router.few.x", "route_plan,fused_router.few.*")
     assert not qualify.matches("fused_router.few8.x", "route_plan,fused_router.few.*")
+
+
+def test_outputs_that_were_right_are_not_judged_twice(stand_in, monkeypatch):
+    """Programs that share a case are compared by bits; other bits are held against the reference all the same."""
+    judged = []
+    monkeypatch.setattr(
+        qualify, "router_problems", lambda *given: judged.append(given) or router.router_problems(*given)
+    )
+    monkeypatch.setattr(qualify, "run_prepared", lambda *given: router.run_from_host(*given[:2], CPU, *given[2:]))
+    exact = next(program for program in PROGRAMS.values() if program.num_tokens == 4)
+    trials, known = [trial._replace(graph=False) for trial in qualify.router_trials(exact, CPU)], qualify._Known()
+    assert [qualify._run(trial, name, CPU, known) for name in ("a", "b") for trial in trials] == [[]] * 2 * len(trials)
+    assert len(judged) == len(trials) == 3
+    stand_in.add("c")
+    assert all(any("topk_weights[0, 0]" in p for p in qualify._run(trial, "c", CPU, known)) for trial in trials)
+    assert len(judged) == 3 * len(trials), "both runs of each trial"
+
+
+def test_seconds_add_up(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 5.0, 6.0, 10.0])
+    monkeypatch.setattr(qualify.time, "perf_counter", lambda: next(now))
+    clock = qualify.Seconds()
+    for name in ("a", "b"):
+        with clock.of(name):
+            pass
+    assert clock.shares(["a", "b"]) == {"a": 6.0, "b": 4.0}

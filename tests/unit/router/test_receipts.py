@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -41,9 +43,21 @@ def verdicts(*problems):
     return found
 
 
+def handing_over(found, then=lambda: None):
+    """A suite that finds these verdicts, one after the other."""
+
+    def run(device, *, progress, **_options):
+        for verdict in found:
+            progress(verdict)
+            then()
+        return found
+
+    return run
+
+
 def test_the_command_leaves_a_receipt(gpu, tmp_path, monkeypatch, capsys):
     found = verdicts([], ["wrong " * 200] * 9)
-    monkeypatch.setattr(checks, "qualify_all", lambda device, **options: found)
+    monkeypatch.setattr(checks, "qualify_all", handing_over(found))
     monkeypatch.setattr("sys.argv", ["checks", "--receipt", str(tmp_path / "new")])
     assert checks.main() == 1
     (path,) = (tmp_path / "new").iterdir()
@@ -52,6 +66,7 @@ def test_the_command_leaves_a_receipt(gpu, tmp_path, monkeypatch, capsys):
     receipt = files.decode(path.read_bytes(), str(path))
     assert receipt.driver.cuda == 13000
     assert receipt.sanitizer is None
+    assert receipt.complete
     assert set(receipt.checks) == {"fused_router"}
     good, bad = (receipt.programs[verdict.program] for verdict in found)
     assert (good.passed, good.cases, good.problems) == (True, 7, ())
@@ -91,15 +106,56 @@ def test_a_program_with_two_verdicts_gets_no_receipt(gpu):
         receipts.make([failed, failed._replace(problems=[])], 0, tiny=True)
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError("the GPU is lost"), signal.SIGTERM])
+def test_a_run_that_is_ended_early_leaves_what_it_has(gpu, tmp_path, monkeypatch, capsys, ending):
+    found, kept = verdicts([], ["bad"], []), []
+
+    def end():
+        (path,) = tmp_path.iterdir()
+        kept.append(files.decode(path.read_bytes(), str(path)))
+        if len(kept) == 2:
+            if isinstance(ending, signal.Signals):
+                os.kill(os.getpid(), ending)
+            else:
+                raise ending
+
+    monkeypatch.setattr(checks, "qualify_all", handing_over(found, end))
+    monkeypatch.setattr("sys.argv", ["checks", "--receipt", str(tmp_path)])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises((KeyboardInterrupt, RuntimeError, SystemExit)):
+        checks.main()
+    assert signal.getsignal(signal.SIGTERM) is before
+    (path,) = tmp_path.iterdir()
+    left = files.decode(path.read_bytes(), str(path))
+    assert [len(receipt.programs) for receipt in (*kept, left)] == [1, 2, 2]
+    assert not any(receipt.complete for receipt in (*kept, left))
+    assert Receipts([tmp_path], {}).suffices(found[0].cubin_sha256)
+    assert not Receipts([tmp_path], {}).suffices(found[1].cubin_sha256)
+    said = capsys.readouterr().err
+    assert f"ended early; receipt: {path}, not complete: it has the 2 programs whose checks had ended" in said
+
+
+def test_a_run_without_a_verdict_leaves_no_receipt(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "qualify_all", handing_over([]))
+    monkeypatch.setattr("sys.argv", ["checks", "--only", "nothing", "--receipt", str(tmp_path)])
+    assert checks.main() == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_each_run_is_a_file_of_its_own(gpu, tmp_path):
-    made = receipts.make(verdicts([]), 0, tiny=True)
-    assert len({receipts.write(made, tmp_path, None) for _ in range(3)}) == 3
+    for _ in range(3):
+        with receipts.Journal(tmp_path, 0, tiny=True) as journal:
+            journal.add(*verdicts([]))
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_receipt_is_signed_if_there_is_a_key(gpu, tmp_path):
     secret, _ = key_pair(tmp_path, "ours")
-    path = receipts.write(receipts.make(verdicts([], ["bad"]), 0, tiny=False), tmp_path / "out", secret)
-    envelope = json.loads(Path(f"{path}.dsse").read_text())
+    with receipts.Journal(tmp_path / "out", 0, tiny=False, key=secret) as journal:
+        for verdict in verdicts([], ["bad"]):
+            journal.add(verdict)
+            assert not Path(f"{journal.path}.dsse").exists(), "only what will not change is signed"
+    envelope = json.loads(Path(f"{journal.path}.dsse").read_text())
     assert len(envelope["signatures"]) == 1
 
 

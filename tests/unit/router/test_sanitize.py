@@ -131,6 +131,21 @@ def test_lists_need_no_gpu(capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == 1
     monkeypatch.setattr(sys, "argv", [*words, "nothing"])
     assert sanitize.main() == 2
+    assert "--only: expected a pattern of some job, got 'nothing'; there are racecheck-" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["sanitize", "--list", "--arch", "sm_80"])
+    assert sanitize.main() == 2
+    assert "there are none for sm_80; `chord ls` shows the architectures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--jobs", "0"], "--jobs: expected at least 1, got 0"), (["--arch", "sm_90a"], "--arch: expected with --list")],
+)
+def test_options_that_cannot_be_honoured_are_refused(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sanitize", *words])
+    with pytest.raises(SystemExit):
+        sanitize.main()
+    assert message in capsys.readouterr().err
 
 
 TOOL = """#!/bin/sh

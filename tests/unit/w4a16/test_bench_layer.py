@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chord.bench import layer, layer_peers
+from chord.bench import layer, layer_peers, results
 from chord.bench.layer_peers import Chain, HummingChains, LayerWeights
 from chord.checks.w4a16 import checkpoint
 from chord.w4a16 import WeightShape, pack_w4a16
@@ -31,6 +31,8 @@ def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
         layer.cells(["dense"])
     with pytest.raises(ValueError, match=r"tokens: expected some of .* got \[7\]"):
         layer.cells(["tp8"], [7])
+    with pytest.raises(ValueError, match=r"tokens: expected some of .* got \[7\]"):
+        layer.cells(["tp8"], [1024, 7])
 
 
 def test_every_route_of_an_expert_parallel_cell_is_of_its_rank():
@@ -57,7 +59,7 @@ def test_chords_chains_are_the_layer(scenario, experts):
         assert layer.output_problem(chain.out, right) == ""
         assert "relative error of a token" in layer.output_problem(chain.out.roll(1, 0), right)
         assert set(chain.programs) == {"reference"}
-        assert layer.cubin_of("reference", chain.out.device) == ""
+        assert results.cubin_of("reference", chain.out.device) == ""
 
 
 def stubbed(monkeypatch, peers, late=()):

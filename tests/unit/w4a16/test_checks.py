@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from chord.checks import qualify_w4a16, w4a16, w4a16_grouped
+from chord.checks import qualify_w4a16, w4a16, w4a16_combine, w4a16_grouped
 from chord.w4a16 import grouped_ops, ops
+from chord.w4a16 import reference as w4a16_reference
 from chord.w4a16.layout import WeightShape
 
 CPU = torch.device("cpu")
@@ -99,6 +100,69 @@ def test_rows_of_nobody_that_are_written_are_found(grouped_program, form):
         assert list(w4a16_grouped.grouped_problems(case, expected, "p")) == []
         grouped_program(lambda out, case: out[(case.expert_of < 0).nonzero()[-1, 0]].zero_())
         assert list(w4a16_grouped.grouped_problems(case, expected, "p")) == ["p: wrote rows that are nobody's"]
+
+
+@pytest.fixture
+def sums(monkeypatch):
+    """Sets what spoils the sums behind a GEMM, for which the reference stands in; the two operators stay right."""
+    prepare = w4a16_combine.prepare_moe_w4a16_combine
+
+    def use(fault):
+        def prepared(*given, program, out, **options):
+            made = prepare(*given, out=out, **options)
+            return lambda: (made(), fault(out))
+
+        monkeypatch.setattr(w4a16_combine, "prepare_moe_w4a16_combine", prepared)
+
+    monkeypatch.setattr(w4a16_combine, "run_program", reference_program)
+    return use
+
+
+SUM_FAULTS = {
+    "two runs differ": lambda out: out.copy_(torch.where(torch.rand_like(out) < 0.5, out * 1.01, out)),
+    "wrote outside the output": lambda out: out.as_strided((1,), (1,), 0).fill_(1.0),
+    "other bits than moe_w4a16 and moe_combine": lambda out: out.view(torch.int16)[0, 0].add_(1),
+    "a token without an expert here is not zero": lambda out: out.masked_fill_(
+        (out == 0).all(dim=1, keepdim=True), 2.0
+    ),
+    "RMS error": lambda out: out.mul_(1.05),
+}
+
+
+@pytest.mark.parametrize("routing", ["random", "one", "remote"])
+def test_right_sums_pass(sums, routing):
+    sums(lambda out: None)
+    case = w4a16_combine.combine_case(WeightShape(5, 704, 64), 9, 3, 8, routing, CPU)
+    expected = w4a16_combine.expected_of(case)
+    assert list(w4a16_combine.combine_problems(case, expected, "p")) == []
+
+
+@pytest.mark.parametrize("what", SUM_FAULTS)
+def test_faults_of_sums_are_found(sums, what):
+    sums(SUM_FAULTS[what])
+    case = w4a16_combine.combine_case(WeightShape(5, 704, 64), 9, 3, 8, "one", CPU)
+    expected = w4a16_combine.expected_of(case)
+    problems = list(w4a16_combine.combine_problems(case, expected, "p"))
+    assert any(problem.startswith(f"p: {what}") for problem in problems), problems
+
+
+def test_rows_are_sorted_by_expert():
+    owners = torch.tensor([3, -1, 0, 3, 0, -1, 7])
+    found = {expert: rows.tolist() for expert, rows in w4a16_reference.rows_by_expert(owners).items()}
+    assert found == {0: [2, 4], 3: [0, 3], 7: [6]}
+    assert w4a16_reference.rows_by_expert(owners[:0]) == {}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("limit", [1, 3 * 128 * 64, 1 << 30])
+def test_weights_of_several_experts_at_once_are_those_of_each(exact, limit, monkeypatch):
+    monkeypatch.setattr(w4a16_reference, "_WEIGHTS_AT_ONCE", limit)
+    words, scales = w4a16.checkpoint(WeightShape(8, 128, 64), CPU)
+    each = w4a16_reference.exact_weights if exact else w4a16_reference.contract_weights
+    chosen = (0, 1, 3, 4, 7)
+    found = list(w4a16_reference.expert_weights(words, scales, chosen, exact=exact))
+    assert [expert for expert, _ in found] == list(chosen)
+    assert all(torch.equal(weight, each(words[expert], scales[expert])) for expert, weight in found)
 
 
 def test_packers_are_compared_with_torchs_packing():

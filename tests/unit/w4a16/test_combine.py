@@ -88,6 +88,11 @@ def test_no_tokens():
         ),
         ({"out": torch.empty(9, 128)}, ValueError, r"out: expected torch\.bfloat16, got torch\.float32"),
         ({"num_experts": 11}, ValueError, r"local_experts: expected shape \[11\], got \[12\]"),
+        (
+            {"num_experts": 1 << 40, "local_experts": range(3, 9)},
+            ValueError,
+            r"num_experts: expected 1 to 1024, got 1099511627776",
+        ),
         ({"num_experts": True}, TypeError, "num_experts: expected an int, got True"),
         ({"expected_rows": -1}, ValueError, "expected_rows: expected at least 0, got -1"),
     ],
@@ -110,6 +115,9 @@ def test_wrong_tensors_are_refused(case):
     scratch = torch.empty(36, 128, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="overlap"):
         call(case, routed=scratch, out=scratch[:9])
+    weights = case.gemm.packed.data.view(-1)[: 9 * 128 * 2].view(torch.bfloat16).view(9, 128)
+    with pytest.raises(ValueError, match="out and packed: expected separate buffers"):
+        call(case, out=weights)  # the next call would find other weights
 
 
 def test_validate_finds_a_plan_of_other_ids(case):

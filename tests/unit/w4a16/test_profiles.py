@@ -49,6 +49,8 @@ def test_profiles_are_inferred(shape, arch, options, settings, name):
         (EP, "sm_90a", {"profile": "h100"}, NOTHING, "profile: expected auto or one of h200_prefill_ep8, .*'h100'"),
         (EP, "sm_90a", {"profile": "blackwell_decode_ep8"}, NOTHING, "is for sm_100a and sm_103a"),
         (EP, "sm_90a", {"role": "mix"}, NOTHING, "role: 'mix'"),
+        (EP, "sm_90a", {"role": "train"}, NOTHING, "role: expected one of prefill, decode, mix, got 'train'"),
+        (TP, "sm_90a", {"role": "train"}, NOTHING, "role: expected one of prefill, decode, mix, got 'train'"),
         (TP, "sm_90a", {}, Settings(use_grouped=True), "CHORD_USE_GROUPED=1: expected experts that are not split"),
     ],
 )
