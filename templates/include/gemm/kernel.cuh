@@ -7,6 +7,7 @@
 #include "gemm/loop.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/producer.cuh"
+#include "gemm/rows_few.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shared.cuh"
@@ -67,6 +68,8 @@ struct StreamedBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
+        Window window;
+        if (find_few<T>(rows, shared, window)) return window;
         return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
     }
 

@@ -239,7 +239,11 @@ __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows
         schedule.leave_window();
         window = add_up_runs<T>(rows.template load_window<T>(shared, window.next), shared);
     }
-    if (!streams) announce_end<T>(shared, slot);
+    if (streams) {
+        ptx::grid_launch_dependents();  // of a next kernel, which waits for this one's end where it needs it
+    } else {
+        announce_end<T>(shared, slot);
+    }
 }
 
 }  // namespace gemm

@@ -10,11 +10,11 @@
 
 namespace gemm {
 
-constexpr u32 kFewBlocks = 32;
+constexpr u32 kFewBlocks = 32, kFewBlockRows = 16;
 
 // The only window, with the sums of its lists and their tiles. `source` has at most kFewBlocks blocks. By all producer threads.
-template <class T, class Source>
-__device__ __forceinline__ Window few_block_runs(const Source& source, u32 shared) {
+template <class T>
+__device__ __forceinline__ Window few_block_runs(const IndexedRows& source, u32 shared) {
     const u32 thread = threadIdx.x - T::first_producer, lane = thread % 32, first_slot = lane * source.block_m;
     const i32 expert = source.expert(lane), padded = *source.num_tokens_post_padded;
     u32 filled = 0;
@@ -48,6 +48,19 @@ __device__ __forceinline__ Window few_block_runs(const Source& source, u32 share
     window.tiles = __shfl_sync(kFullWarp, tiles_upto, 31);
     ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // the lists are there
     return window;
+}
+
+// Whether the rows could be looked at in one step; `window` is the first and only one then. By all producer threads.
+template <class T, class Rows>
+__device__ __forceinline__ bool find_few(const Rows&, u32, Window&) {
+    return false;
+}
+
+template <class T>
+__device__ __forceinline__ bool find_few(const IndexedRows& rows, u32 shared, Window& window) {
+    if (rows.num_blocks > kFewBlocks || rows.block_m > kFewBlockRows) return false;
+    window = few_block_runs<T>(rows, shared);
+    return true;
 }
 
 }  // namespace gemm

@@ -9,7 +9,6 @@
 #include "gemm/problem.cuh"
 #include "gemm/producer.cuh"
 #include "gemm/rows.cuh"
-#include "gemm/rows_few.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/memory.cuh"
@@ -20,21 +19,22 @@
 
 namespace gemm {
 
-constexpr u32 kTurnGroups = 4;  // math warpgroups that take turns
+constexpr u32 kTurnGroups = 4, kTurnThreads = 128;  // math warpgroups that take turns, and the threads of one
 
-// kLanes: lanes of a warp that arrive when sums are handed on, 1 or all 32. kFewFirst: 1: a plan of few blocks is looked at in one step.
-template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kLanes, u32 kFewFirst>
-struct TurnTile : Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, 0, 1> {
-    using Base = Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, 0, 1>;
-    static constexpr u32 lanes = kLanes;
-    static constexpr bool few_first = kFewFirst != 0;
+// kSharedBytes: all that the program takes. Its other tiles keep their barriers at the end of that; this one's lie before those.
+template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kSharedBytes>
+struct TurnTile : Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, kSharedBytes, 1> {
+    using Base = Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, kSharedBytes, 1>;
 
     // Sums for each warpgroup to start from: [4 of a thread's][thread] of 16 bytes. Two barriers each: they are there, they are read.
-    static constexpr u32 sums = round_up(Base::smem_bytes, 16u), sums_bytes = kMaxRows * kBlock * 4;
-    static constexpr u32 handed = sums + kTurnGroups * sums_bytes, taken = handed + 8 * kTurnGroups;
-    static constexpr u32 smem_bytes = taken + 8 * kTurnGroups;
+    static constexpr u32 sums = round_up(Base::staging_end, 16u), sums_bytes = kMaxRows * kBlock * 4;
+    static constexpr u32 full = Base::lists - 1024, empty = full + 8 * kStages;
+    static constexpr u32 item_full = empty + 8 * kStages, item_empty = item_full + 8 * kSlots;
+    static constexpr u32 handed = item_empty + 8 * kSlots, taken = handed + 8 * kTurnGroups;
+    static constexpr u32 barriers_end = taken + 8 * kTurnGroups;
 
-    static_assert(kLanes == 1 || kLanes == 32, "one lane arrives for its warp, or each for itself");
+    static_assert(sums + kTurnGroups * sums_bytes <= full, "the barriers lie behind the sums");
+    static_assert(barriers_end <= Base::lists - 512, "room for the barriers of the other tiles");
     static_assert(kMaxRows == 8 || kMaxRows == 16, "all fragments of a stage must find room beside the sums");
     static_assert(kStages > kTurnGroups, "stages are loaded while each warpgroup holds one");
 };
@@ -58,11 +58,6 @@ struct TurnWarp {
     __device__ __forceinline__ u32 sums_of(u32 other) const {
         return shared + T::sums + other * T::sums_bytes + warp * 512 + lane * 16;
     }
-    __device__ __forceinline__ void arrive(u32 bar) const {
-        __syncwarp();  // every lane has done what the others are told
-        if (T::lanes == 32 || lane == 0) ptx::mbarrier_arrive(bar);
-    }
-
     // The weights of the next stage as fragments; its token rows are there then, too.
     __device__ __forceinline__ void dequantize_stage(u32 (&a)[T::stage_blocks][4][4]) const {
         ptx::mbarrier_wait(shared + T::full + 8 * index, parity);
@@ -73,7 +68,7 @@ struct TurnWarp {
         }
     }
     __device__ __forceinline__ void release_stage() {
-        if (lane == 0) ptx::mbarrier_arrive(shared + T::empty + 8 * index);
+        ptx::mbarrier_arrive(shared + T::empty + 8 * index);
         index += kTurnGroups;
         if (index >= T::stages) {
             index -= T::stages;
@@ -93,7 +88,7 @@ struct TurnWarp {
             acc[i + 2] = __uint_as_float(v.z), acc[i + 3] = __uint_as_float(v.w);
         }
     }
-    __device__ __forceinline__ void tell_taken() const { arrive(shared + T::taken + 8 * group); }
+    __device__ __forceinline__ void tell_taken() const { ptx::mbarrier_arrive(shared + T::taken + 8 * group); }
     // Waits until the warpgroup behind this one has read what it was handed last.
     __device__ __forceinline__ void wait_for_room() {
         ptx::mbarrier_wait(shared + T::taken + 8 * following(), taken_parity);
@@ -107,7 +102,7 @@ struct TurnWarp {
                                  make_uint4(__float_as_uint(acc[i]), __float_as_uint(acc[i + 1]),
                                             __float_as_uint(acc[i + 2]), __float_as_uint(acc[i + 3])));
         }
-        arrive(shared + T::handed + 8 * following());
+        ptx::mbarrier_arrive(shared + T::handed + 8 * following());
     }
 };
 
@@ -171,37 +166,28 @@ __device__ __forceinline__ void take_turns_of_items(const Problem& problem, u32 
         const uint4 header = ptx::load_shared_v4(slot);  // width, strips, first output
         if (header.x == 0) break;
         next = take_turns<T>(problem, warp, header, next, stages, slot);
-        __syncwarp();
-        if (warp.lane == 0) ptx::mbarrier_arrive(shared + T::item_empty + 8 * at.index);
+        ptx::mbarrier_arrive(shared + T::item_empty + 8 * at.index);
         at.template next<T::slots>();
     }
 }
 
-// The body for program.cuh.
+// The body for program.cuh. Every thread arrives for itself: racecheck does not see that a warp's barrier orders what others read.
 struct TurnBody {
     template <class T>
     static __device__ __forceinline__ void init_barriers(u32 shared) {
         for (u32 i = 0; i < T::stages; ++i) {
             ptx::mbarrier_init(shared + T::full + 8 * i, 1 + 32 * T::gather_warps);
-            ptx::mbarrier_init(shared + T::empty + 8 * i, 4);  // the warps of the warpgroup whose stage it was
+            ptx::mbarrier_init(shared + T::empty + 8 * i, kTurnThreads);  // of the warpgroup whose stage it was
         }
         for (u32 i = 0; i < T::slots; ++i) {
             ptx::mbarrier_init(shared + T::item_full + 8 * i, 32 * T::gather_warps);
-            ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_warps);
+            ptx::mbarrier_init(shared + T::item_empty + 8 * i, T::math_threads);
         }
         for (u32 i = 0; i < kTurnGroups; ++i) {
-            ptx::mbarrier_init(shared + T::handed + 8 * i, 4 * T::lanes);
-            ptx::mbarrier_init(shared + T::taken + 8 * i, 4 * T::lanes);
+            ptx::mbarrier_init(shared + T::handed + 8 * i, kTurnThreads);
+            ptx::mbarrier_init(shared + T::taken + 8 * i, kTurnThreads);
         }
         ptx::mbarrier_init_fence();
-    }
-
-    template <class T, class Rows>
-    static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
-        if constexpr (T::few_first) {
-            if (rows.num_blocks <= kFewBlocks) return few_block_runs<T>(rows, shared);
-        }
-        return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
     }
 
     // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.
@@ -210,10 +196,10 @@ struct TurnBody {
                                                 const Opened& first_window) {
         // 640 threads enter with 96 registers each, which a stage's fragments and the sums of 16 rows do not fit.
         if (__shfl_sync(kFullWarp, threadIdx.x / 32, 0) < T::math_warps) {
-            if constexpr (T::max_rows > 8) ptx::take_registers<104>();
+            ptx::take_registers<104>();
             take_turns_of_items<T>(problem, shared);
         } else {
-            if constexpr (T::max_rows > 8) ptx::keep_registers<64>();
+            ptx::keep_registers<64>();
             produce<T>(problem, rows, shared, first_window());
         }
     }
