@@ -68,9 +68,7 @@ struct StreamedBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
-        Window window;
-        if (find_few<T>(rows, shared, window)) return window;
-        return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
+        return find_first_window<T>(rows, shared);
     }
 
     // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.

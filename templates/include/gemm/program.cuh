@@ -1,5 +1,5 @@
-// Programs: a body with one tile, or several bodies and tiles, of which the rows that there are choose one on the device. A body
-// makes the barriers, finds the first window of runs, and does the work.
+// Programs: a body with one tile, or with several of different height, of which the rows that there are choose one on the
+// device. A body makes the barriers, finds the first window of runs, and does the work.
 #pragma once
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
@@ -33,47 +33,36 @@ struct OneTile {
 };
 
 // A tile for experts of more than kBeyond rows on average.
-template <class Body_, class T, u32 kBeyond>
+template <class T, u32 kBeyond>
 struct FitTile {
-    using Body = Body_;
     using Tile = T;
-    static __device__ __forceinline__ bool serves(const Window& window, u32) { return !window.mean_at_most(kBeyond); }
+    static constexpr u32 beyond = kBeyond;
 };
 
-// A tile for all but few items: more strips than kMost for each CTA, or an expert of more than kLow rows.
-template <class Body_, class T, u32 kLow, u32 kMost>
-struct ManyItemsTile {
-    using Body = Body_;
-    using Tile = T;
-    static __device__ __forceinline__ bool serves(const Window& window, u32 strips) {
-        return !window.last || window.widest > kLow || window.active * strips > kMost * gridDim.x;
-    }
-};
-
-// The first tile that serves a window: its place among the program's. The last one takes what is left.
+// The first tile that a window's rows are enough for: its place among the program's. The last one takes what is left.
 template <u32 kPlace, class First, class... Rest>
-__device__ __forceinline__ u32 fitting_tile(const Window& window, u32 strips) {
+__device__ __forceinline__ u32 fitting_tile(const Window& window) {
     if constexpr (sizeof...(Rest) > 0) {
-        return First::serves(window, strips) ? kPlace : fitting_tile<kPlace + 1, Rest...>(window, strips);
+        return window.mean_at_most(First::beyond) ? fitting_tile<kPlace + 1, Rest...>(window) : kPlace;
     }
     return kPlace;
 }
 
 // The compiler may not make a jump table of it, and lays the last tile's code next to that before the choice: few rows, for which
 // fetching code counts most.
-template <u32 kPlace, class First, class... Rest, class Rows>
+template <class Body, u32 kPlace, class First, class... Rest, class Rows>
 __device__ __forceinline__ void work_chosen(const Problem& problem, const Rows& rows, u32 shared, u32 choice,
                                             const Window& window) {
     if (sizeof...(Rest) == 0 || __builtin_expect(ptx::opaque(choice) == kPlace, kPlace == 0)) {
-        First::Body::template work<typename First::Tile>(problem, rows, shared, [&] { return window; });
+        Body::template work<typename First::Tile>(problem, rows, shared, [&] { return window; });
     } else if constexpr (sizeof...(Rest) > 0) {
-        work_chosen<kPlace + 1, Rest...>(problem, rows, shared, choice, window);
+        work_chosen<Body, kPlace + 1, Rest...>(problem, rows, shared, choice, window);
     }
 }
 
-// Tiles: FitTile, the tallest first, or the like. All have the same threads, the same producer and the lists of runs at the same
-// place. Every CTA sees the same runs, so all choose alike; it is the first window's runs that decide.
-template <class First, class... Rest>
+// Tiles: FitTile, the tallest first. All have the same threads, the same producer and the lists of runs at the same place. Every
+// CTA sees the same runs, so all choose alike; it is the first window's runs that decide.
+template <class Body, class First, class... Rest>
 struct FittingTiles {
     static constexpr u32 threads = First::Tile::threads, smem_bytes = First::Tile::smem_bytes;
     static_assert(((Rest::Tile::threads == threads) && ...), "one launch for all tiles");
@@ -91,8 +80,8 @@ struct FittingTiles {
         extern __shared__ __align__(1024) u8 memory[];
         const u32 shared = ptx::shared_address(memory);
         if (threadIdx.x == 0) {
-            First::Body::template init_barriers<T>(shared);
-            (init_others<Rest>(shared), ...);
+            Body::template init_barriers<T>(shared);
+            (init_others<typename Rest::Tile>(shared), ...);
             ptx::mbarrier_init(shared + T::chosen, 1);
         }
         __syncthreads();
@@ -100,8 +89,8 @@ struct FittingTiles {
         Window window{0, 0, true};
         u32 choice;
         if (warp < T::producer_threads / 32) {
-            window = first_window<typename First::Body, T>(rows, shared);
-            choice = fitting_tile<0, First, Rest...>(window, problem.strips());
+            window = first_window<Body, T>(rows, shared);
+            choice = fitting_tile<0, First, Rest...>(window);
             if (threadIdx.x == T::first_producer) {
                 ptx::store_shared(shared + T::choice, choice);
                 ptx::mbarrier_arrive(shared + T::chosen);
@@ -111,14 +100,14 @@ struct FittingTiles {
             ptx::mbarrier_wait(shared + T::chosen, 0);
             choice = ptx::load_shared(shared + T::choice);
         }
-        work_chosen<0, First, Rest...>(problem, rows, shared, __shfl_sync(kFullWarp, choice, 0), window);
+        work_chosen<Body, 0, First, Rest...>(problem, rows, shared, __shfl_sync(kFullWarp, choice, 0), window);
     }
 
 private:
     // Barriers of a tile that has them at a place of their own.
-    template <class Other>
+    template <class T>
     static __device__ __forceinline__ void init_others(u32 shared) {
-        if constexpr (Other::Tile::full != First::Tile::full) Other::Body::template init_barriers<typename Other::Tile>(shared);
+        if constexpr (T::full != First::Tile::full) Body::template init_barriers<T>(shared);
     }
 };
 

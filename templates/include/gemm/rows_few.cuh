@@ -3,7 +3,6 @@
 #pragma once
 #include "common/types.cuh"
 #include "gemm/rows.cuh"
-#include "gemm/sort.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/special.cuh"
 #include "ptx/sync.cuh"
@@ -11,6 +10,7 @@
 namespace gemm {
 
 constexpr u32 kFewBlocks = 32, kFewBlockRows = 16;
+constexpr u32 kLeastTile = 16;  // rows of the lowest of all programs' tallest tiles
 
 // The only window, with the sums of its lists and their tiles. `source` has at most kFewBlocks blocks. By all producer threads.
 template <class T>
@@ -28,24 +28,18 @@ __device__ __forceinline__ Window few_block_runs(const IndexedRows& source, u32 
     const bool starts = exists && (lane == 0 || mine != before), stops = exists && (lane == 31 || mine != after);
     const u32 all_starts = __ballot_sync(kFullWarp, starts), upto = all_starts & (ptx::lanes_below() | 1u << lane);
     const u32 start = 31 - __clz(upto | 1u), run = __popc(upto) - 1;  // of the run that this block belongs to
-    const u32 rows = stops ? (lane - start) * source.block_m + filled : 0, tiles = RowCut<T>(rows).tiles;
-    u32 tiles_upto = tiles;
-#pragma unroll
-    for (u32 step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(kFullWarp, tiles_upto, step);
-        tiles_upto += lane >= step ? other : 0;
-    }
+    const u32 rows = stops ? (lane - start) * source.block_m + filled : 0, has_rows = __ballot_sync(kFullWarp, rows > 0);
     if (stops && thread < 32) {
         ptx::store_shared(shared + T::run_slot + 4 * run, start * source.block_m);
         ptx::store_shared(shared + T::run_rows + 4 * run, rows);
         ptx::store_shared(shared + T::run_expert + 4 * run, static_cast<u32>(expert));
-        ptx::store_shared(shared + T::run_tile + 4 * run, tiles_upto - tiles);
+        ptx::store_shared(shared + T::run_tile + 4 * run, static_cast<u32>(__popc(has_rows & ptx::lanes_below())));
     }
     Window window{static_cast<u32>(__popc(all_starts)), kFewBlocks, true};
     window.rows = __reduce_add_sync(kFullWarp, rows);
-    window.active = __popc(__ballot_sync(kFullWarp, rows > 0));
+    window.active = __popc(has_rows);
     window.widest = __reduce_max_sync(kFullWarp, rows);
-    window.tiles = __shfl_sync(kFullWarp, tiles_upto, 31);
+    window.tiles = window.widest <= kLeastTile ? window.active : 0;  // one for each run that has rows, whichever tile it is
     ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // the lists are there
     return window;
 }
@@ -61,6 +55,14 @@ __device__ __forceinline__ bool find_few(const IndexedRows& rows, u32 shared, Wi
     if (rows.num_blocks > kFewBlocks || rows.block_m > kFewBlockRows) return false;
     window = few_block_runs<T>(rows, shared);
     return true;
+}
+
+// The first window of a source with block runs or expert runs, added up.
+template <class T, class Rows>
+__device__ __forceinline__ Window find_first_window(const Rows& rows, u32 shared) {
+    Window window;
+    if (find_few<T>(rows, shared, window)) return window;
+    return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
 }
 
 }  // namespace gemm

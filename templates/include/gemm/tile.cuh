@@ -41,7 +41,7 @@ struct Tile {
     static constexpr u32 staging_bytes = staging_rows * staging_pitch;
 
     // The barriers, as many as every tile of a program needs; then slots and staging memory, then lists.
-    static constexpr u32 barrier_stages = kSharedBytes > 0 ? larger(4u, kStages) : kStages;
+    static constexpr u32 barrier_stages = kSharedBytes > 0 ? 4 : kStages;
     static constexpr u32 barrier_bytes = round_up(16 * (barrier_stages + kSlots), 16u);
     static constexpr u32 list_bytes = 4 * 4 * kWindow + 64;
     static constexpr u32 choice = kSharedBytes - 16;  // which of a program's tiles it is

@@ -9,6 +9,7 @@
 #include "gemm/problem.cuh"
 #include "gemm/producer.cuh"
 #include "gemm/rows.cuh"
+#include "gemm/rows_few.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/memory.cuh"
@@ -21,20 +22,15 @@ namespace gemm {
 
 constexpr u32 kTurnGroups = 4, kTurnThreads = 128;  // math warpgroups that take turns, and the threads of one
 
-// kSharedBytes: all that the program takes. Its other tiles keep their barriers at the end of that; this one's lie before those.
-template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kSharedBytes>
-struct TurnTile : Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, kSharedBytes, 1> {
-    using Base = Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, kSharedBytes, 1>;
+template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow>
+struct TurnTile : Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, 0, 1> {
+    using Base = Tile<kMaxRows, kStageBlocks, kStages, kSlots, kWindow, 0, 1>;
 
     // Sums for each warpgroup to start from: [4 of a thread's][thread] of 16 bytes. Two barriers each: they are there, they are read.
-    static constexpr u32 sums = round_up(Base::staging_end, 16u), sums_bytes = kMaxRows * kBlock * 4;
-    static constexpr u32 full = Base::lists - 1024, empty = full + 8 * kStages;
-    static constexpr u32 item_full = empty + 8 * kStages, item_empty = item_full + 8 * kSlots;
-    static constexpr u32 handed = item_empty + 8 * kSlots, taken = handed + 8 * kTurnGroups;
-    static constexpr u32 barriers_end = taken + 8 * kTurnGroups;
+    static constexpr u32 sums = round_up(Base::smem_bytes, 16u), sums_bytes = kMaxRows * kBlock * 4;
+    static constexpr u32 handed = sums + kTurnGroups * sums_bytes, taken = handed + 8 * kTurnGroups;
+    static constexpr u32 smem_bytes = taken + 8 * kTurnGroups;
 
-    static_assert(sums + kTurnGroups * sums_bytes <= full, "the barriers lie behind the sums");
-    static_assert(barriers_end <= Base::lists - 512, "room for the barriers of the other tiles");
     static_assert(kMaxRows == 8 || kMaxRows == 16, "all fragments of a stage must find room beside the sums");
     static_assert(kStages > kTurnGroups, "stages are loaded while each warpgroup holds one");
 };
@@ -188,6 +184,11 @@ struct TurnBody {
             ptx::mbarrier_init(shared + T::taken + 8 * i, kTurnThreads);
         }
         ptx::mbarrier_init_fence();
+    }
+
+    template <class T, class Rows>
+    static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
+        return find_first_window<T>(rows, shared);
     }
 
     // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.
