@@ -28,7 +28,8 @@ __device__ __forceinline__ Window few_block_runs(const IndexedRows& source, u32 
     const bool starts = exists && (lane == 0 || mine != before), stops = exists && (lane == 31 || mine != after);
     const u32 all_starts = __ballot_sync(kFullWarp, starts), upto = all_starts & (ptx::lanes_below() | 1u << lane);
     const u32 start = 31 - __clz(upto | 1u), run = __popc(upto) - 1;  // of the run that this block belongs to
-    const u32 rows = stops ? (lane - start) * source.block_m + filled : 0, has_rows = __ballot_sync(kFullWarp, rows > 0);
+    const u32 rows = stops ? (lane - start) * source.block_m + filled : 0;
+    const u32 has_rows = __ballot_sync(kFullWarp, rows > 0);
     if (stops && thread < 32) {
         ptx::store_shared(shared + T::run_slot + 4 * run, start * source.block_m);
         ptx::store_shared(shared + T::run_rows + 4 * run, rows);
