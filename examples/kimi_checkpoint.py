@@ -3,8 +3,9 @@
     python examples/kimi_checkpoint.py [FOLDER]
 
 One way is chord's layer, which reads safetensors by itself. The other is the weight path of the serving plugins: the
-checkpoint's tensors are copied into memory that is then packed in place, as a framework's loader does it. Equal bits
-are expected. Needs torch and safetensors; runs on a GPU that chord has kernels for, else on the CPU.
+checkpoint's tensors are copied into parameters that are then packed in place, as a framework's loader does it; vLLM's
+and SGLang's own loaders get this checkpoint in tests/serving and tests/serving_sglang. Equal bits are expected. Needs
+torch and safetensors; runs on a GPU that chord has kernels for, else on the CPU.
 """
 
 from __future__ import annotations
@@ -68,19 +69,19 @@ def write(folder: Path) -> None:
 
 def by_the_plugin(folder: Path, device: torch.device) -> tuple[chord.PackedW4A16, chord.PackedW4A16]:
     """w13 and w2 through the memory that the plugins give a framework's loader."""
-    w13 = slabs.allocate(WeightShape(EXPERTS, 2 * INTERMEDIATE, HIDDEN, gated=True), device)
-    w2 = slabs.allocate(WeightShape(EXPERTS, HIDDEN, INTERMEDIATE), device)
+    layer = torch.nn.Module()
+    with torch.device(device):  # what the plugins do when a framework makes a layer
+        slabs.register_parameters(layer, "w13", WeightShape(EXPERTS, 2 * INTERMEDIATE, HIDDEN, gated=True))
+        slabs.register_parameters(layer, "w2", WeightShape(EXPERTS, HIDDEN, INTERMEDIATE))
     gate, up = slice(0, INTERMEDIATE), slice(INTERMEDIATE, None)
-    homes = {"gate_proj": (w13, gate), "up_proj": (w13, up), "down_proj": (w2, slice(None))}
+    homes = {"gate_proj": ("w13", gate), "up_proj": ("w13", up), "down_proj": ("w2", slice(None))}
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             expert, projection, kind = name.removeprefix(f"{PREFIX}.").split(".")
-            memory, rows = homes[projection]
-            if kind == "weight_packed":
-                memory.codes[int(expert), rows].copy_(tensor)
-            elif kind == "weight_scale":
-                memory.scale[int(expert), rows].copy_(tensor)
-    return slabs.pack(w13), slabs.pack(w2)
+            stem, rows = homes[projection]
+            if kind != "weight_shape":
+                getattr(layer, f"{stem}_{kind}").data[int(expert), rows].copy_(tensor)
+    return slabs.pack_parameters(layer, "w13", gated=True), slabs.pack_parameters(layer, "w2")
 
 
 def run(

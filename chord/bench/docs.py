@@ -8,6 +8,7 @@ Regions: `router <scenario>` (table and plot of a router scenario), `w4a16 <scen
 projection that was measured at more than one count; a line that says so where no run has the scenario), `host` (the
 host suite's table), `layer <scenario>` (table and plot of whole layers, by themselves or in a framework), `summary`
 (ratios of every suite against bench/goals.json), `arms` (which token counts run which router arm, from the manifest).
+A region of another name, or of a scenario that no suite has, is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ SUMMARY = {
 }
 """Scenarios of the summary by suite, in this order."""
 
-_REGION = re.compile(r"(<!-- figures: ([a-z0-9_ ]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
+_START = "<!-- figures:"
+_REGION = re.compile(rf"({_START} ([a-z0-9_ ]+) -->\n)((?:(?!{_START}).)*?)(<!-- end of figures -->)", re.DOTALL)
 
 
 def latest(folder: Path, suite: str) -> Results:
@@ -55,16 +57,41 @@ def latest_with(folder: Path, suite: str, scenario: str) -> Results | None:
 def update(document: Path, folder: Path) -> bool:
     """Fills a document's regions, and writes its plots beside it, from the results in `folder`. True if it changed.
 
-    Raises ValueError for a document that cannot be read or has unknown figures, and for results that are not there.
+    Raises ValueError for a document that cannot be read, for figures or a scenario that are unknown, for a region
+    without an end, and for results that are not there.
     """
     try:
         before = document.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{document}: expected a document to fill ({error.strerror})") from error
+    _check_regions(document, before)
     after = _REGION.sub(lambda match: match[1] + _content(match[2], document, folder) + match[4], before)
     if after != before:
         document.write_text(after, encoding="utf-8")
     return after != before
+
+
+def _check_regions(document: Path, text: str) -> None:
+    """Raises ValueError for a start of a region that is not one: without an end, or with a name of other letters."""
+    regions = [match.start() for match in _REGION.finditer(text)]
+    for start in re.finditer(re.escape(_START), text):
+        if start.start() not in regions:
+            line = text[start.start() :].partition("\n")[0]
+            raise ValueError(
+                f"{document}: expected `{_START} <words in small letters> -->`, then `<!-- end of figures -->` before "
+                f"the next region, got {line!r:.80}"
+            )
+
+
+def _check_scenario(kind: str, scenario: str, document: Path) -> None:
+    """Raises ValueError for a scenario that no run of the suite can have: it would wait for one for ever."""
+    from chord.bench import layer, vllm, w4a16
+
+    known = {"layer": {*layer.TOKENS, *vllm.SPLITS}, "w4a16": w4a16.known_scenarios()}[kind]
+    if scenario not in known:
+        raise ValueError(
+            f"{document}: unknown scenario in figures '{kind} {scenario}', expected one of {', '.join(sorted(known))}"
+        )
 
 
 def _content(region: str, document: Path, folder: Path) -> str:
@@ -101,6 +128,7 @@ def _router(scenario: str, document: Path, folder: Path) -> str:
 
 def _layer(scenario: str, document: Path, folder: Path) -> str:
     """Whole layers: table, and a plot of more than one count; a line that says so where no run has the scenario."""
+    _check_scenario("layer", scenario, document)
     results = latest_with(folder, "layer", scenario)
     if results is None:
         return "Not measured yet.\n"
@@ -131,6 +159,7 @@ def _summary(folder: Path) -> str:
 
 
 def _w4a16(scenario: str, document: Path, folder: Path) -> str:
+    _check_scenario("w4a16", scenario, document)
     results = latest_with(folder, "w4a16", scenario)
     if results is None:
         return "Not measured yet.\n"

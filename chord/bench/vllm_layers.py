@@ -60,7 +60,12 @@ def quantization_config(**weights: object) -> dict[str, Any]:
     }
 
 
-def routed_experts(config: Any, quantization: Any, name: str = "model.layers.1.mlp.experts") -> Any:  # noqa: ANN401
+def routed_experts(
+    config: Any,  # noqa: ANN401
+    quantization: Any,  # noqa: ANN401
+    name: str = "model.layers.1.mlp.experts",
+    **more: Any,  # noqa: ANN401 - of its arguments
+) -> Any:  # noqa: ANN401
     """The RoutedExperts of one rank, with parameters ready to be loaded."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -71,7 +76,7 @@ def routed_experts(config: Any, quantization: Any, name: str = "model.layers.1.m
             num_redundant_experts=0, num_expert_group=None, moe_parallel_config=config.moe_parallel_config,
             placement_strategy="linear", enable_eplb=False,
         )  # fmt: skip
-        return RoutedExperts(name, torch.bfloat16, config, quantization, expert_map_manager=manager)
+        return RoutedExperts(name, torch.bfloat16, config, quantization, expert_map_manager=manager, **more)
 
 
 def no_data_parallel() -> Any:  # noqa: ANN401

@@ -113,7 +113,7 @@ def run(
     """
     from chord.bench import w4a16_combine, w4a16_grouped, w4a16_swiglu  # which build on this module
 
-    chosen = _chosen(scenarios, (*w4a16_grouped.SIZES, *w4a16_combine.TOKENS, w4a16_swiglu.SWIGLU))
+    chosen = _chosen(scenarios)
     found = {} if peers is None else usable_peers(peers)
     versions = {name: peer.version for name, peer in found.items()}
     results = describe_run("w4a16", METHOD, "read", steady_ms, versions, commit)
@@ -142,10 +142,20 @@ def run(
     return results
 
 
-def _chosen(scenarios: Iterable[str] | None, others: Iterable[str]) -> set[str]:
-    kimi = {*_KIMI, *others}
-    known = {*kimi, *MODEL_SHAPES, OTHER_MODELS}
-    chosen = kimi if scenarios is None else set(scenarios)
+def known_scenarios() -> set[str]:
+    """Every scenario that rows of this suite can have: Kimi's and other models'."""
+    return _kimi() | set(MODEL_SHAPES)
+
+
+def _kimi() -> set[str]:
+    from chord.bench import w4a16_combine, w4a16_grouped, w4a16_swiglu
+
+    return {*_KIMI, *w4a16_grouped.SIZES, *w4a16_combine.TOKENS, w4a16_swiglu.SWIGLU}
+
+
+def _chosen(scenarios: Iterable[str] | None) -> set[str]:
+    known = {*known_scenarios(), OTHER_MODELS}
+    chosen = _kimi() if scenarios is None else set(scenarios)
     if not chosen <= known:
         raise ValueError(f"scenarios: expected some of {sorted(known)}, got {sorted(chosen - known)}")
     return expanded(chosen)

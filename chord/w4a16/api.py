@@ -141,7 +141,7 @@ def prepare_moe_w4a16(
     if out is None:
         out = torch.empty(x.shape[0] * top_k, shape.outputs(swiglu), dtype=torch.bfloat16, device=x.device)
     check_output(out, x, shape, top_k, swiglu)
-    check_buffers(x, data, blocks.sorted_token_ids, row_weight, out)
+    check_buffers(x, data, *blocks, row_weight, out)
     if not x.is_cuda:
         check_no_program(program)
         tensors = (x, data, *blocks, row_weight, out)

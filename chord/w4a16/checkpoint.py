@@ -134,16 +134,23 @@ class ExpertReader:
         config = self._tensors.config()
         quantization = None if config is None else quantization_of(config)
         if quantization is not None:
-            module = self._prefix if self._stacked else f"{self._prefix}.0.{self._projections[0]}"
-            check_scheme(quantization, module)
+            modules = [self._prefix] if self._stacked else [f"{self._prefix}.0.{name}" for name in self._projections]
+            for module in modules:
+                check_scheme(quantization, module)
 
     def w13(self, expert: int) -> Part:
         """Gate rows, then up rows: [2 I, H]."""
         gate, up, _ = self._projections
         if self._stacked:
             return self._read(expert, gate, rows="halves")
-        parts = [self._read(expert, name, rows="share") for name in (gate, up)]
-        return Part(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
+        first, second = (self._read(expert, name, rows="share") for name in (gate, up))
+        sizes = [[list(tensor.shape) for tensor in part] for part in (first, second)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"{self._prefix}.{expert}: expected {gate} and {up} of one size, got codes and scales {sizes[0]} and "
+                f"{sizes[1]}"
+            )
+        return Part(*(torch.cat(pair) for pair in zip(first, second, strict=True)))
 
     def w2(self, expert: int) -> Part:
         """[H, I]."""
@@ -199,6 +206,8 @@ class ExpertReader:
         elif rows == "share":
             read = tensor[(*lead, self._shard.part(height, what), slice(None))]
         else:
+            if height % 2:
+                raise ValueError(f"{what}: expected as many gate rows as up rows, got {height} in all")
             share = self._shard.part(height // 2, what)
             up = slice(share.start + height // 2, share.stop + height // 2)
             read = torch.cat([tensor[(*lead, half, slice(None))] for half in (share, up)], dim=-2)

@@ -71,16 +71,20 @@ def check(given: Arguments) -> WeightShape:
 def check_outputs(given: Arguments, shape: WeightShape, routed: torch.Tensor, out: torch.Tensor) -> None:
     """routed: bfloat16 [M * k, n], out: [M, n], beside x and apart from what is still read when they are written.
 
-    Reads addresses. out may lie over x, as a framework's buffers do: it is written when x is no longer needed.
+    Reads addresses. out may lie over x, as a framework's buffers do: it is written when x is no longer needed. Neither
+    may lie over the plan, which another call with it needs.
     """
     tokens, top_k = given.topk_ids.shape
     check_tensor("routed", routed, (torch.bfloat16,), (tokens * top_k, shape.n))
     check_tensor("out", out, (torch.bfloat16,), (tokens, shape.n))
     check_devices({"x": given.x, "routed": routed, "out": out})
-    routes = {"topk_weights": given.topk_weights, "topk_ids": given.topk_ids}
-    inputs = {"x": given.x, "packed": given.packed, "sorted_token_ids": given.sorted_token_ids}
-    check_memory({**inputs, **routes}, {"routed": routed})
-    check_memory({"packed": given.packed, "routed": routed, **routes}, {"out": out})
+    inputs = {"packed": given.packed, "sorted_token_ids": given.sorted_token_ids}
+    inputs |= {"topk_weights": given.topk_weights, "topk_ids": given.topk_ids}
+    anywhere = {"expert_ids": given.expert_ids, "num_tokens_post_padded": given.num_tokens_post_padded}
+    if given.expert_map is not None:
+        anywhere["expert_map"] = given.expert_map
+    check_memory(inputs, {"routed": routed, "out": out}, anywhere)
+    check_memory({"x": given.x}, {"routed": routed})
 
 
 def local_ids(given: Arguments) -> torch.Tensor:

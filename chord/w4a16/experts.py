@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,11 +12,11 @@ from chord.router.api import route_plan
 from chord.router.plan import device_of
 from chord.router.validate import MAX_EXPERTS, check_devices, check_int, check_tensor
 from chord.w4a16.api import Plan, moe_w4a16
-from chord.w4a16.checkpoint import ExpertReader, Shard
+from chord.w4a16.checkpoint import ExpertReader, Part, Shard
 from chord.w4a16.combine import moe_w4a16_combine
 from chord.w4a16.grouped import moe_w4a16_contiguous, moe_w4a16_masked
 from chord.w4a16.layout import LAYOUT_VERSION, SCALE_GROUP, WeightShape
-from chord.w4a16.profiles import TP_SIZE, Profile, Role, select_profile
+from chord.w4a16.profiles import TP_SIZE, Profile, Role, check_names, select_profile
 from chord.w4a16.weights import PackedW4A16, pack_expert
 
 
@@ -57,6 +58,7 @@ class W4A16Experts(torch.nn.Module):
                 f"local_experts, num_global_experts: expected the ids of {experts} experts, got {self.local_experts}"
             )
         self.w13_shape, self.w2_shape = w13.shape, w2.shape
+        self.layout_version = LAYOUT_VERSION  # stays with a module that is saved as a whole
         self.register_buffer("w13", w13.data)
         self.register_buffer("w2", w2.data)
         arch = _runtime.architecture(w13.device.index) if w13.device.type == "cuda" else None
@@ -90,20 +92,15 @@ class W4A16Experts(torch.nn.Module):
         check_int("tp_size", tp_size)
         if not isinstance(prefix, str):
             raise TypeError(f"prefix: expected a str, got {prefix!r:.80} ({type(prefix).__name__})")
+        check_names(profile, role)  # before much is read
         target = device_of(device)
         reader = ExpertReader(path, prefix, Shard(tp_rank, tp_size))
         experts = _checked_local(local_experts, reader.num_experts)
-        packed: list[PackedW4A16] = []
-        for gated, read in ((True, reader.w13), (False, reader.w2)):
-            for place, expert in enumerate(experts):
-                codes, scale = (tensor.to(target) for tensor in read(expert))
-                if place == 0:
-                    k = scale.shape[1] * SCALE_GROUP
-                    packed.append(_empty(WeightShape(len(experts), codes.shape[0], k, gated), target))
-                pack_expert(packed[-1], place, codes, scale)
+        w13 = _read_packed(f"{prefix}, gate and up", reader.w13, experts, target, gated=True)
+        w2 = _read_packed(f"{prefix}, down", reader.w2, experts, target, gated=False)
         return cls(
-            packed[0],
-            packed[1],
+            w13,
+            w2,
             local_experts=experts,
             num_global_experts=reader.num_experts,
             profile=profile,
@@ -225,7 +222,8 @@ class W4A16Experts(torch.nn.Module):
 
     def packed(self) -> tuple[PackedW4A16, PackedW4A16]:
         """(w13, w2) as the operators take them."""
-        return PackedW4A16(self.w13, self.w13_shape), PackedW4A16(self.w2, self.w2_shape)
+        version = self.layout_version
+        return PackedW4A16(self.w13, self.w13_shape, version), PackedW4A16(self.w2, self.w2_shape, version)
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.tensor([LAYOUT_VERSION])
@@ -260,8 +258,23 @@ def _checked_local(local_experts: object, num_experts: int) -> range:
     return local_experts
 
 
-def _empty(shape: WeightShape, device: torch.device) -> PackedW4A16:
-    return PackedW4A16(torch.empty(shape.experts, shape.expert_bytes, dtype=torch.uint8, device=device), shape)
+def _read_packed(
+    what: str, read: Callable[[int], Part], experts: range, device: torch.device, *, gated: bool
+) -> PackedW4A16:
+    """One projection of the experts, read and packed one at a time. Raises ValueError that names the expert."""
+    packed: PackedW4A16 | None = None
+    for place, expert in enumerate(experts):
+        codes, scale = (tensor.to(device) for tensor in read(expert))
+        try:
+            if packed is None:
+                shape = WeightShape(len(experts), codes.shape[0], scale.shape[1] * SCALE_GROUP, gated)
+                data = torch.empty(shape.experts, shape.expert_bytes, dtype=torch.uint8, device=device)
+                packed = PackedW4A16(data, shape)
+            pack_expert(packed, place, codes, scale)
+        except ValueError as error:
+            raise ValueError(f"{what} of expert {expert}: {error}") from error
+    assert packed is not None  # noqa: S101 - a range of experts is not empty
+    return packed
 
 
 def _check_projections(w13: PackedW4A16, w2: PackedW4A16) -> None:

@@ -59,16 +59,19 @@ def check_out(out: torch.Tensor, x: torch.Tensor, shape: WeightShape, swiglu: bo
 def check_buffers(
     x: torch.Tensor, packed: torch.Tensor, rows: GroupedRows, settings: Settings, out: torch.Tensor
 ) -> None:
-    """x, packed, m_indices, row_weight and out start on 16-byte boundaries, and out shares no byte with the others.
-
-    offsets and counts are not looked at: they may start anywhere, and it is the caller who keeps them apart from out.
+    """x, packed, m_indices, row_weight and out start on 16-byte boundaries, offsets and counts anywhere; out shares no
+    byte with the others.
     """
-    inputs = {"x": x, "packed": packed}
-    if isinstance(rows, ContiguousRows) and rows.m_indices is not None:
+    inputs, anywhere = {"x": x, "packed": packed}, {}
+    if isinstance(rows, MaskedRows):
+        anywhere["counts"] = rows.counts
+    elif rows.m_indices is not None:
         inputs["m_indices"] = rows.m_indices
+    elif rows.offsets is not None:
+        anywhere["offsets"] = rows.offsets
     if settings.row_weight is not None:
         inputs["row_weight"] = settings.row_weight
-    check_memory(inputs, {"out": out})
+    check_memory(inputs, {"out": out}, anywhere)
 
 
 def new_output(x: torch.Tensor, shape: WeightShape, swiglu: bool) -> torch.Tensor:

@@ -40,7 +40,7 @@ def _new(
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows, swiglu)
     out = torch.empty(x.shape[0] * top_k, shape.outputs(swiglu), dtype=torch.bfloat16, device=x.device)
-    check_buffers(x, packed, sorted_token_ids, row_weight, out)
+    check_buffers(x, packed, *plan, row_weight, out)
     run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing, swiglu)
     return out
 
@@ -64,7 +64,7 @@ def _out(
     plan = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     shape = check_inputs(x, packed, *plan, row_weight, gated, top_k, block_m, expert_rows, swiglu)
     check_output(out, x, shape, top_k, swiglu)
-    check_buffers(x, packed, sorted_token_ids, row_weight, out)
+    check_buffers(x, packed, *plan, row_weight, out)
     run(x, packed, *plan, row_weight, out, shape, top_k, block_m, expert_rows, invariant, zero_missing, swiglu)
 
 

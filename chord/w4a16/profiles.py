@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from chord import _settings
+from chord.router.validate import check_int
 from chord.w4a16.layout import WeightShape
 
 Role = Literal["prefill", "decode", "mix"]
@@ -56,12 +57,14 @@ def select_profile(
     """The profile of a layer with projections of `shape` on an architecture (None on a CPU: taken for Hopper's).
 
     profile: a name of PROFILES, or "auto". role: prefill or decode; without it CHORD_SM90_DECODE says, else prefill.
-    tensor_parallel_size: where the shape does not tell. Raises ValueError for what is unknown or contradicts itself.
+    TP8 shards and Blackwell have one profile for both. tensor_parallel_size: where the shape does not tell. Raises
+    ValueError for what is unknown or contradicts itself.
     """
-    if role not in (None, *get_args(Role)):
-        raise ValueError(f"role: expected one of {', '.join(get_args(Role))}, got {role!r}")
+    check_names(profile, role)
+    if tensor_parallel_size is not None:
+        check_int("tensor_parallel_size", tensor_parallel_size)
     if profile != "auto":
-        return _named(profile, arch)
+        return _agreed(_named(profile, arch), role, tensor_parallel_size)
     split = _split(shape, tensor_parallel_size)
     here = arch or "sm_90a"
     chosen = settings or _settings.read()
@@ -78,12 +81,32 @@ def select_profile(
     return PROFILES[f"h200_grouped_{role}" if chosen.use_grouped else f"h200_{role}_ep8"]
 
 
+def check_names(profile: object, role: object) -> None:
+    """Raises ValueError for a profile or a role that does not exist, whatever the weights."""
+    if role not in (None, *get_args(Role)):
+        raise ValueError(f"role: expected one of {', '.join(get_args(Role))}, got {role!r}")
+    if profile not in ("auto", *PROFILES):
+        raise ValueError(f"profile: expected auto or one of {', '.join(PROFILES)}, got {profile!r}")
+
+
 def _named(name: str, arch: str | None) -> Profile:
-    if name not in PROFILES:
-        raise ValueError(f"profile: expected auto or one of {', '.join(PROFILES)}, got {name!r}")
     found = PROFILES[name]
     if arch is not None and arch not in found.archs:
         raise ValueError(f"profile: {name} is for {' and '.join(found.archs)}, the weights are on {arch}")
+    return found
+
+
+def _agreed(found: Profile, role: Role | None, tensor_parallel_size: int | None) -> Profile:
+    """A profile that was named, if what else was said does not contradict it."""
+    if role is not None and found.role not in (role, "mix"):
+        raise ValueError(
+            f"role: {role!r} contradicts the profile {found.name}, which is for {found.role}; leave one out"
+        )
+    if tensor_parallel_size not in (None, 1) and found.split == "ep":
+        raise ValueError(
+            f"tensor_parallel_size: {tensor_parallel_size} contradicts the profile {found.name}, which is for experts "
+            "that are not split; leave one out"
+        )
     return found
 
 

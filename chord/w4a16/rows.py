@@ -146,13 +146,13 @@ def _sizes(name: str, rows: torch.Tensor, out: torch.Tensor, ratio: int) -> tupl
 
 def _check(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
     given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    limit = given.pop("limit", None)
-    check_devices({**given, "out": out})
-    check_memory({name: tensor for name, tensor in given.items() if tensor.dtype == torch.bfloat16}, {"out": out})
+    limit = given.get("limit")
     if limit is not None:
         limit = check_dense("limit", limit)
         check_tensor("limit", limit, (torch.int32, torch.int64), () if limit.dim() == 0 else (1,))
-        check_devices({"out": out, "limit": limit})
+    check_devices({**given, "out": out})
+    rows = {name: tensor for name, tensor in given.items() if tensor.dtype == torch.bfloat16}
+    check_memory(rows, {"out": out}, {name: tensor for name, tensor in given.items() if name not in rows})
 
 
 def _launch(

@@ -5,7 +5,7 @@ INT4 codes in groups of 32 along K, bfloat16 scales, activations left alone. Eve
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Fields = Mapping[str, Any]
@@ -32,21 +32,23 @@ _REFUSED_TENSORS = {
     "bias": "biases",
 }
 """Last part of a tensor's name -> what it would mean."""
+_STACKS = ("w13_", "w2_")
+"""What comes before that in a checkpoint whose experts are stacked."""
 
 
 def quantization_of(config: Fields) -> Fields | None:
     """The quantization_config of a model's config.json, wherever multi-modal models keep it."""
-    for holder in (config, config.get("text_config") or {}):
-        found = holder.get("quantization_config") or holder.get("compression_config")
-        if found is not None:
-            return dict(found)
+    for holder in (config, _object("text_config", config.get("text_config"))):
+        for name in ("quantization_config", "compression_config"):
+            if holder.get(name):
+                return _object(name, holder[name])
     return None
 
 
 def check_scheme(quantization: Fields, module: str) -> None:
     """Raises ValueError, naming field, value and what is allowed, unless `module` is quantised as the kernels need."""
     _expect(module, "quant_method", quantization.get("quant_method"), ("compressed-tensors",))
-    if any(_matches(pattern, module) for pattern in quantization.get("ignore") or ()):
+    if any(_matches(pattern, module) for pattern in _texts("ignore", quantization.get("ignore"))):
         raise ValueError(f"{module}: its weights are not quantised (quantization_config's ignore names it)")
     group = _group_of(quantization, module)
     check_group({**group, "format": group.get("format") or quantization.get("format")}, module)
@@ -55,9 +57,9 @@ def check_scheme(quantization: Fields, module: str) -> None:
 def check_group(group: Fields, module: str) -> None:
     """The same for one config group: its `format`, `weights` and activations, however they were read."""
     _expect(module, "format", group.get("format"), ("pack-quantized",))
-    weights = group.get("weights")
-    if weights is None:
+    if group.get("weights") is None:
         raise ValueError(f"{module}: its weights are not quantised (the config group has none)")
+    weights = _object("weights", group["weights"])
     for field, allowed in _WEIGHTS.items():
         _expect(module, f"weights.{field}", weights.get(field), allowed)
     for field in ("input_activations", "output_activations"):
@@ -67,7 +69,9 @@ def check_group(group: Fields, module: str) -> None:
 def check_tensor_names(names: Iterable[str]) -> None:
     """Raises ValueError for the first tensor that only another scheme has."""
     for name in names:
-        meaning = _REFUSED_TENSORS.get(name.rpartition(".")[2])
+        last = name.rpartition(".")[2]
+        stacked = next((last.removeprefix(stack) for stack in _STACKS if last.startswith(stack)), last)
+        meaning = _REFUSED_TENSORS.get(stacked)
         if meaning is not None:
             raise ValueError(
                 f"{name}: {meaning} are not served; expected symmetric INT4 codes in groups of 32 with bfloat16 scales"
@@ -76,18 +80,44 @@ def check_tensor_names(names: Iterable[str]) -> None:
 
 def _group_of(quantization: Fields, module: str) -> Fields:
     """The config group of a module: one that names it goes before one for all linear layers."""
-    groups: list[Fields] = list((quantization.get("config_groups") or {}).values())
-    named = [g for g in groups if any(_matches(target, module) for target in g.get("targets") or ())]
-    linear = [g for g in groups if "Linear" in (g.get("targets") or ())]
+    groups = _object("config_groups", quantization.get("config_groups")).items()
+    targets = [
+        (_object(name, group), _texts(f"{name}.targets", _object(name, group).get("targets"))) for name, group in groups
+    ]
+    named = [group for group, texts in targets if any(_matches(target, module) for target in texts)]
+    linear = [group for group, texts in targets if "Linear" in texts]
     if not named and not linear:
         raise ValueError(f"{module}: its weights are not quantised (no config group has it among its targets)")
     return (named or linear)[0]
 
 
 def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
+    if not pattern.startswith("re:"):
+        return pattern == module
+    try:
         return re.match(pattern[3:], module) is not None
-    return pattern == module
+    except re.error as error:
+        raise ValueError(
+            f"quantization_config: expected a regular expression behind re:, got {pattern!r} ({error})"
+        ) from error
+
+
+def _object(name: str, value: object) -> Fields:
+    """A mapping, empty for None. Raises ValueError for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"quantization_config: expected an object as {name}, got {value!r:.80}")
+    return value
+
+
+def _texts(name: str, value: object) -> Sequence[str]:
+    """A list of texts, empty for None. Raises ValueError for anything else."""
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"quantization_config: expected a list of texts as {name}, got {value!r:.80}")
+    return value
 
 
 def _expect(module: str, field: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -90,6 +90,7 @@ def check_inputs(
     tensors = {"x": x, "packed": packed}
     for name, tensor in (("sorted_token_ids", sorted_token_ids), ("expert_ids", expert_ids)):
         check_tensor(name, tensor, (torch.int32,), (None,))
+        check_int(f"{name} (entries)", tensor.shape[0], 0, MAX_PAIRS)  # the kernels count them in 32 bits
         tensors[name] = tensor
     name = "num_tokens_post_padded"
     tensors[name] = check_dense(name, num_tokens_post_padded)
@@ -111,6 +112,8 @@ def check_buffers(
     x: torch.Tensor,
     packed: torch.Tensor,
     sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_padded: torch.Tensor,
     row_weight: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
@@ -118,7 +121,8 @@ def check_buffers(
     inputs = {"x": x, "packed": packed, "sorted_token_ids": sorted_token_ids}
     if row_weight is not None:
         inputs["row_weight"] = row_weight
-    check_memory(inputs, {"out": out})
+    anywhere = {"expert_ids": expert_ids, "num_tokens_post_padded": num_tokens_post_padded}
+    check_memory(inputs, {"out": out}, anywhere)
 
 
 def check_plan_values(

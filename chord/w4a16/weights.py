@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,6 +34,11 @@ class PackedW4A16:
             raise TypeError(f"shape: expected a WeightShape, got {self.shape!r:.80} ({type(self.shape).__name__})")
         check_tensor("data", self.data, (torch.uint8,), (self.shape.experts, self.shape.expert_bytes))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or of an object that was saved, which another chord may have done."""
+        self.__dict__.update(state)
+        self.__post_init__()
+
     @property
     def device(self) -> torch.device:
         return self.data.device
@@ -55,12 +61,14 @@ def pack_w4a16(codes: torch.Tensor, scale: torch.Tensor, *, gated: bool = False)
     shape, plain = _checkpoint_shape(codes, scale, gated)
     check_devices({"codes": codes, "scale": scale})
     _check_scales(scale)
-    if not codes.is_cuda:
-        words = layout.words_from_codes(codes) if plain else codes
-        return PackedW4A16(layout.pack(words, scale, gated=gated), shape)
-    check_memory({"codes": codes, "scale": scale}, {})
     data = torch.empty(shape.experts, shape.expert_bytes, dtype=torch.uint8, device=codes.device)
-    _pack_on_gpu(codes, scale, data, shape, plain)
+    if codes.is_cuda:
+        check_memory({"codes": codes, "scale": scale}, {})
+        _pack_on_gpu(codes, scale, data, shape, plain)
+    else:
+        for expert in range(shape.experts):  # so that temporaries are those of one
+            words = layout.words_from_codes(codes[expert]) if plain else codes[expert]
+            data[expert] = layout.pack(words[None], scale[expert, None], gated=gated)[0]
     return PackedW4A16(data, shape)
 
 

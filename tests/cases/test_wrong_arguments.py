@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("torch", reason="the operators need torch")
 
 import torch
-from cases.operators import CASES, ROW_MOVERS
+from cases.operators import CASES, ROW_MOVERS, tensors_of, with_tensor
 
 import chord
 from chord.errors import ChordError
+from chord.router import RoutePlan
 from chord.w4a16.layout import WeightShape
 
 PACKAGE = Path(chord.__file__).parent
@@ -93,3 +94,40 @@ def test_wrong_arguments_raise_errors_of_ours(function, given):
             except Exception as error:
                 faults.append(f"{name} = {value!r:.60}: {error!r:.200}")
     assert not faults, "\n".join(faults[:20])
+
+
+def over(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tensors of the same sizes and types that share their first bytes; the second keeps its values."""
+    memory = torch.zeros(max(first.nbytes, second.nbytes), dtype=torch.uint8)
+    a, b = (memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for tensor in (first, second))
+    return a, b.copy_(second)
+
+
+OUT_CASES = [case for case in CASES if case.operator in ROW_MOVERS or case.operator.startswith("moe_w4a16")]
+
+
+@pytest.mark.parametrize("case", OUT_CASES, ids=lambda case: f"{case.operator}-{case.name}")
+def test_an_output_over_anything_that_is_read_is_refused_and_both_are_named(case):
+    given = case.make(3, CPU)
+    if case.operator == "moe_combine":
+        given["expert_map"] = torch.arange(given["num_experts"], dtype=torch.int32)
+    if case.operator in ROW_MOVERS:
+        given["limit"] = torch.tensor([3])
+    outputs = {"out": case.call(**given)}
+    if case.operator == "moe_w4a16_combine":
+        experts = given["packed"].shape.experts
+        given |= {"num_experts": experts, "local_experts": torch.arange(experts, dtype=torch.int32)}
+        outputs["routed"] = torch.empty(given["x"].shape[0], outputs["out"].shape[1], dtype=torch.bfloat16)
+    for output, like in outputs.items():
+        for name, tensor in tensors_of(given).items():
+            if name in outputs or (case.operator, output, name) == ("moe_w4a16_combine", "out", "x"):
+                continue  # the sums may lie over x, which the GEMM has read by then
+            if name in RoutePlan._fields[3:]:
+                continue  # what of a route plan no GEMM reads
+            placed, shared = over(like, tensor)
+            both = {output, "expert_map" if name == "local_experts" else name}
+            for call in (case.call, *([case.prepare] if case.prepare else [])):
+                with pytest.raises(ValueError, match="expected separate buffers, but they overlap") as caught:
+                    call(**{**with_tensor(given, name, shared), output: placed})
+                first, second = str(caught.value).partition(":")[0].split(" and ")
+                assert {first, second} == both, (output, name, str(caught.value))

@@ -84,6 +84,36 @@ def test_adding_a_kernel_builds_as_shown(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "manifest.json").read_text())["operators"]["scale"]["arms"]["block"]["template"]
 
 
+@pytest.mark.parametrize("operator", ["moe_w4a16", "moe_w4a16_contiguous", "moe_w4a16_masked"])
+def test_the_table_of_arms_is_the_manifests(operator: str) -> None:
+    """docs/w4a16.md: every arm with its architectures, the same for the three operators."""
+    text = (ROOT / "docs/w4a16.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:sm_\w+(?:, )?)+) \|", text, re.MULTILINE)
+    programs = Registry.open().programs(operator).values()
+    assert {arm: set(archs.split(", ")) for arm, archs in rows} == {p.arm: set(p.architectures) for p in programs}
+
+
+def test_the_log_line_that_is_shown_is_the_one_that_comes() -> None:
+    """docs/vllm.md: Kimi K2 tensor parallel over 8 on an H200, whatever the routes name today."""
+    pytest.importorskip("torch", reason="the operators need torch")
+    from chord.integrations import moe
+    from chord.registry import facade
+    from chord.w4a16 import WeightShape
+
+    registry, shapes = Registry.open(), [WeightShape(384, 512, 7168, gated=True), WeightShape(384, 7168, 256)]
+    names = set()
+    for operator in moe.INDEXED:
+        for problem in moe._problems(operator, shapes):
+            wanted = {key: facade._side(key, value) for key, value in problem.items()}
+            names |= {r.program for r in registry.coverage(operator, "sm_90a") if facade._touches(r, wanted)}
+    (line,) = blocks("docs/vllm.md", "text")
+    version = registry.manifest.registry.version
+    assert line == (
+        f"chord {version}: INT4 experts by ChordIndexedExperts, kernels {', '.join(sorted(names))}, "
+        "manifest <12 digits>\n"
+    )
+
+
 def test_figures_are_those_of_the_committed_results(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="chord.bench needs torch")
     assert torch

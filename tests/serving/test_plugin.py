@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -101,6 +104,11 @@ def test_another_activation_is_refused() -> None:
         new_layer(activation=MoEActivation.GELU)
 
 
+def test_router_weights_on_the_input_are_refused_when_the_layer_is_made() -> None:
+    with pytest.raises(ValueError, match=r"does not serve router weights on the input of experts \(model\.layers\.1"):
+        host.routed_experts(host.moe_config(**SHAPE), config_of(), apply_router_weight_on_input=True)
+
+
 def test_a_shard_that_no_kernel_takes_is_refused() -> None:
     config = host.moe_config(**{**SHAPE, "intermediate": 96})
     with pytest.raises(ValueError, match=r"k: expected a positive multiple of 64, got 96 .*intermediate size 96"):
@@ -139,6 +147,29 @@ def test_a_checkpoint_loads_through_vllms_loader(split: str) -> None:
     assert torch.equal(codes[0].cpu(), torch.cat([gate, up]))
     assert scale.shape == (shape.experts, shape.n, hidden // 32)
     assert {name for name, _ in layer.named_parameters()} == {"w13_weight", "w2_weight"}
+
+
+def test_the_examples_checkpoint_gives_what_the_layer_gives(tmp_path: Path) -> None:
+    """Written by the example, loaded by vLLM's loader and by chord.W4A16Experts: equal bytes and equal outputs."""
+    pytest.importorskip("safetensors", reason="checkpoints need safetensors")
+    from safetensors.torch import load_file
+
+    import chord
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/kimi_checkpoint.py"))
+    example["write"](tmp_path)
+    sizes = {"experts": example["EXPERTS"], "top_k": example["TOP_K"]}
+    sizes |= {"hidden": example["HIDDEN"], "intermediate": example["INTERMEDIATE"]}
+    config = entry().from_config({**example["QUANTIZATION"]})
+    layer = host.routed_experts(host.moe_config(**sizes), config, example["PREFIX"])
+    tensors = [pair for file in sorted(tmp_path.glob("*.safetensors")) for pair in load_file(file).items()]
+    list(layer.load_weights((name.removeprefix(f"{example['PREFIX']}."), tensor) for name, tensor in tensors))
+    layer.quant_method.process_weights_after_loading(layer)
+    own = chord.W4A16Experts.from_safetensors(tmp_path, example["PREFIX"], device=layer.w13_weight.device)
+    assert torch.equal(layer.w13_weight, own.w13)
+    assert torch.equal(layer.w2_weight, own.w2)
+    given = host.routed(33, layer.moe_config, 5, missing=True)
+    assert torch.equal(host.run(layer, given), own(given.x, given.weights, given.ids))
 
 
 def test_packing_takes_the_memory_of_the_checkpoint() -> None:
@@ -237,10 +268,11 @@ def test_slabs_of_a_batched_dispatcher() -> None:
 
 
 def test_the_log_says_which_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chord.integrations import layers
     from chord.integrations.vllm import method
 
     said: list[str] = []
-    monkeypatch.setattr(method, "_said", set())
+    monkeypatch.setattr(layers, "_said", set())
     monkeypatch.setattr(method._log, "info", lambda text, *parts: said.append(text % parts))
     loaded_layer()
     loaded_layer()

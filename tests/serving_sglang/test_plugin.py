@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +76,17 @@ def test_deployments_are_refused_by_name(server: dict[str, object], said: str) -
         sglanghost.layer(**SHAPE, server=server)
 
 
+def test_an_all_to_all_backend_is_refused_when_the_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.moe.utils import MoeA2ABackend
+
+    from chord.integrations.sglang import method
+
+    layer = sglanghost.layer(**SHAPE)
+    monkeypatch.setattr(method, "get_moe_a2a_backend", lambda: MoeA2ABackend.DEEPEP)
+    with pytest.raises(ValueError, match=rf"{sglanghost.NAME}: .* does not serve --moe-a2a-backend deepep \(none is\)"):
+        layer.quant_method.create_moe_runner(layer, layer.moe_runner_config)
+
+
 def test_deterministic_inference_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from chord.integrations import moe
 
@@ -113,6 +126,53 @@ def test_the_layer_is_right(split: dict[str, host.Rank]) -> None:
     half = slice(tp_rank * 128 // tp, (tp_rank + 1) * 128 // tp)
     first = rank * SHAPE["experts"] // size
     assert torch.equal(weights.w13[0], torch.cat([sent[first, "w1"][0][half], sent[first, "w3"][0][half]]))
+
+
+def test_a_shard_that_no_kernel_takes_names_the_layer() -> None:
+    with pytest.raises(
+        ValueError, match=rf"{sglanghost.NAME}: k: expected .* 64, got 96 .*intermediate size 96 on thi"
+    ):
+        sglanghost.layer(**SHAPE | {"intermediate": 96})
+
+
+def test_the_log_says_which_kernels_serve(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from chord.integrations import layers
+
+    monkeypatch.setattr(layers, "_said", set())
+    with caplog.at_level("INFO", "chord.integrations.sglang"):
+        for seed in (1, 2):
+            layer = sglanghost.layer(**SHAPE)
+            sglanghost.load(layer, seed, **SHAPE)
+            layer.quant_method.process_weights_after_loading(layer)
+    (line,) = [record.getMessage() for record in caplog.records if "INT4 experts" in record.getMessage()]
+    assert "INT4 experts by ChordMoEMethod, kernels " in line
+    assert "manifest" in line
+
+
+def test_the_examples_checkpoint_gives_what_the_layer_gives(tmp_path: Path) -> None:
+    """Written by the example, loaded by SGLang's loader and by chord.W4A16Experts: equal bytes and equal outputs."""
+    pytest.importorskip("safetensors", reason="checkpoints need safetensors")
+    from safetensors.torch import load_file
+
+    import chord
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/kimi_checkpoint.py"))
+    example["write"](tmp_path)
+    sizes = {"experts": example["EXPERTS"], "top_k": example["TOP_K"]}
+    sizes |= {"hidden": example["HIDDEN"], "intermediate": example["INTERMEDIATE"]}
+    layer, prefix = sglanghost.layer(**sizes), example["PREFIX"]
+    tensors = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
+    for expert in range(sizes["experts"]):
+        for shard, projection in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            stem = f"{prefix}.{expert}.{projection}.weight"
+            sglanghost.send(layer, expert, shard, tensors[f"{stem}_packed"], tensors[f"{stem}_scale"])
+    layer.quant_method.process_weights_after_loading(layer)
+    device = layer.w13_weight.device
+    own = chord.W4A16Experts.from_safetensors(tmp_path, prefix, device=device)
+    assert torch.equal(layer.w13_weight, own.w13)
+    assert torch.equal(layer.w2_weight, own.w2)
+    given = sglanghost.routed(11, torch.Generator(device).manual_seed(3), **sizes)
+    assert torch.equal(sglanghost.forward(layer, given), own(given.x, given.weights, given.ids))
 
 
 def test_an_empty_batch_and_another_dispatch_format() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+from sglang.srt.layers.moe.utils import get_moe_a2a_backend
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.runtime_context import get_exec, get_lora
 from sglang.srt.utils import set_weight_attrs
 
-from chord.integrations import moe, slabs
-from chord.w4a16 import PackedW4A16, WeightShape
+from chord.integrations import layers, moe, slabs
+from chord.w4a16 import PackedW4A16
+
+_log = logging.getLogger(__name__)
 
 
 class ChordMoEMethod(FusedMoEMethodBase):
@@ -40,12 +44,9 @@ class ChordMoEMethod(FusedMoEMethodBase):
             self._refuse(f"parameters of {params_dtype}, use --dtype bfloat16")
         if with_bias:
             self._refuse("biases of experts")
-        shapes = {
-            "w13": WeightShape(num_experts, 2 * intermediate_size_per_partition, hidden_size, gated=True),
-            "w2": WeightShape(num_experts, hidden_size, intermediate_size_per_partition),
-        }
+        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
         attributes = {**extra_weight_attrs, "is_transposed": False, "quant_method": "group"}
-        for name, shape in shapes.items():
+        for name, shape in layers.projections(self.layer_name, *sizes):
             for parameter in slabs.register_parameters(layer, name, shape):
                 set_weight_attrs(parameter, attributes)
 
@@ -70,12 +71,17 @@ class ChordMoEMethod(FusedMoEMethodBase):
             self._refuse("LoRA on routed experts (--enable-lora)")
         if settings.moe.enable_eplb or settings.moe.ep_num_redundant_experts:
             self._refuse("expert load balancing (--enable-eplb, --ep-num-redundant-experts)")
+        backend = get_moe_a2a_backend()
+        if not backend.is_none():
+            self._refuse(f"--moe-a2a-backend {backend.value} (none is)")
         self._invariant = bool(settings.deterministic.enable_deterministic_inference)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Packs expert by expert, in place, and loads every kernel that the layer can need."""
         self._weights = [slabs.pack_parameters(layer, "w13", gated=True), slabs.pack_parameters(layer, "w2")]
-        moe.preload(self._weights[0].device, [packed.shape for packed in self._weights], moe.INDEXED)
+        shapes = [packed.shape for packed in self._weights]
+        programs = moe.preload(self._weights[0].device, shapes, moe.INDEXED)
+        layers.say_once(_log, type(self).__name__, programs)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:  # noqa: ANN401 - SGLang's
         """[M, H] from the tokens and their local ids, -1 for what is elsewhere; memory comes from torch's allocator."""

@@ -14,11 +14,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32
 from vllm.model_executor.utils import set_weight_attrs
 
-from chord import _runtime
-from chord.integrations import moe, slabs
+from chord.integrations import layers, moe, slabs
 from chord.integrations.vllm.experts import ChordExperts, experts_for
 from chord.integrations.vllm.limits import check_layer
-from chord.w4a16 import PackedW4A16, WeightShape
+from chord.w4a16 import PackedW4A16
 
 _log = logging.getLogger(f"vllm.{__name__}")
 
@@ -47,11 +46,20 @@ class ChordMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,  # noqa: ANN401 - of the loader's
     ) -> None:
-        """Parameters under the names of compressed-tensors: two views of one buffer for each projection."""
+        """Parameters under the names of compressed-tensors: two views of one buffer for each projection.
+
+        Raises ValueError for types, sizes and settings that are not served.
+        """
         if params_dtype != torch.bfloat16:
             raise ValueError(f"{self.layer_name}: expected bfloat16 parameters (--dtype bfloat16), got {params_dtype}")
+        if getattr(layer, "apply_router_weight_on_input", False):
+            raise ValueError(
+                f"--quantization chord does not serve router weights on the input of experts ({self.layer_name}); "
+                "leave --quantization chord out"
+            )
         attributes = {**extra_weight_attrs, "is_transposed": False, "quant_method": "group"}
-        for name, shape in self._shapes(num_experts, hidden_size, intermediate_size_per_partition):
+        sizes = (num_experts, hidden_size, intermediate_size_per_partition)
+        for name, shape in layers.projections(self.layer_name, *sizes):
             for parameter in slabs.register_parameters(layer, name, shape):
                 set_weight_attrs(parameter, attributes)
 
@@ -62,7 +70,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
         programs = moe.preload(device, [packed.shape for packed in self._weights], self.experts_cls.operators)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = self._make_kernel(layer)
-        _say_once(self.experts_cls.__name__, programs)
+        layers.say_once(_log, self.experts_cls.__name__, programs)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
         """16-bit activations; the scales lie among the packed bytes."""
@@ -93,16 +101,6 @@ class ChordMoEMethod(FusedMoEMethodBase):
         )
         return result
 
-    def _shapes(self, experts: int, hidden: int, intermediate: int) -> list[tuple[str, WeightShape]]:
-        try:
-            w13 = WeightShape(experts, 2 * intermediate, hidden, gated=True)
-            return [("w13", w13), ("w2", WeightShape(experts, hidden, intermediate))]
-        except ValueError as error:
-            raise ValueError(
-                f"{self.layer_name}: {error} (hidden size {hidden}, intermediate size {intermediate} on this GPU, "
-                f"{experts} experts); another tensor-parallel size or expert parallelism may fit"
-            ) from error
-
     def _make_kernel(self, layer: torch.nn.Module) -> mk.FusedMoEKernel:
         routing = maybe_make_prepare_finalize(
             moe=self.moe,
@@ -116,20 +114,3 @@ class ChordMoEMethod(FusedMoEMethodBase):
             sizes = {"max_num_tokens": routing.max_num_tokens_per_rank(), "num_dispatchers": routing.num_dispatchers()}
         experts = self.experts_cls(self._weights[0], self._weights[1], self.moe, self.moe_quant_config, **sizes)
         return mk.FusedMoEKernel(routing, experts)
-
-
-_said: set[tuple[str, ...]] = set()
-
-
-def _say_once(experts: str, programs: list[str]) -> None:
-    """What an operator looks for in the log, once for each set of kernels."""
-    if (experts, *programs) not in _said:
-        _said.add((experts, *programs))
-        registry = _runtime.registry()
-        _log.info(
-            "chord %s: INT4 experts by %s, kernels %s, manifest %s",
-            registry.manifest.registry.version,
-            experts,
-            ", ".join(programs) or "the CPU reference",
-            registry.digest[:12],
-        )

@@ -196,6 +196,17 @@ def test_documents_with_unknown_figures_are_refused(tmp_path):
     document.write_text("<!-- figures: weather -->\n<!-- end of figures -->\n")
     with pytest.raises(ValueError, match="unknown figures 'weather'"):
         docs.update(document, tmp_path)
+    for wrong in ("layer vllm_tp9", "w4a16 read", "w4a16 ep8"):
+        document.write_text(f"<!-- figures: {wrong} -->\n<!-- end of figures -->\n")
+        with pytest.raises(ValueError, match=rf"d\.md: unknown scenario in figures '{wrong}', expected one of .*tp8"):
+            docs.update(document, tmp_path)
+    end = "<!-- end of figures -->\n"
+    for text in ("<!-- figures: layer TP8 -->\n" + end, "<!-- figures: layer tp8 -->\n<!-- figures: host -->\n" + end):
+        document.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"expected `<!-- figures: .* before the next region, got '<!-- figures: la"
+        ):
+            docs.update(document, tmp_path)
     document.write_text("<!-- figures: host -->\n<!-- end of figures -->\n")
     with pytest.raises(ValueError, match=r"-host\.json, found none"):
         docs.update(document, tmp_path)

@@ -53,12 +53,14 @@ def test_cells_are_those_of_the_goals_and_share_weights_in_a_row():
     assert {cell.tokens for cell in longer} == {1024, 2048, 4096, 8192, 16384}
     assert not {cell for cell in longer if cell.scenario == "ep8_decode"}
     with pytest.raises(ValueError, match=r"got \['dense'\]"):
-        w4a16._chosen(["dense"], w4a16_grouped.SIZES)
-    assert w4a16._chosen(None, w4a16_grouped.SIZES) == {"ep8_decode", "ep8_prefill", "tp8", *w4a16_grouped.SIZES}
+        w4a16._chosen(["dense"])
+    kimi = w4a16._chosen(None)
+    assert {"ep8_decode", "ep8_prefill", "tp8", "swiglu_ep8", "combine_tp8", *w4a16_grouped.SIZES} <= kimi
+    assert w4a16.known_scenarios() == w4a16._chosen([*kimi, w4a16_models.OTHER_MODELS])
 
 
 def test_other_models_are_asked_for_by_one_name():
-    chosen = w4a16._chosen([w4a16_models.OTHER_MODELS, "tp8"], ())
+    chosen = w4a16._chosen([w4a16_models.OTHER_MODELS, "tp8"])
     assert chosen == {*w4a16_models.SHAPES, "tp8"}
     cells = w4a16.cells(w4a16_models.SHAPES, long=True)
     assert len(cells) == len(set(cells)) == 3 * 2 * (3 + 2)

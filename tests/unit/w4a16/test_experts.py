@@ -1,6 +1,7 @@
 """W4A16Experts: against float64, partial ranks that add up, state, compile, and every checkpoint form it loads."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_state_is_restored_and_another_layout_refused(layer, inputs):
         ValueError, match="layout_version: this chord reads packed weights of version 1, the state has 2"
     ):
         other.load_state_dict(state | {"_extra_state": torch.tensor([2])})
+
+
+def test_a_module_that_was_saved_with_another_layout_is_refused(layer, inputs):
+    saved = pickle.loads(pickle.dumps(layer))
+    assert torch.equal(saved(*inputs), layer(*inputs))
+    saved.layout_version = 2  # as another chord would have left it
+    again = pickle.loads(pickle.dumps(saved))
+    with pytest.raises(ValueError, match="layout_version: this chord reads packed weights of version 1, got 2"):
+        again(*inputs)
 
 
 def test_compiles_to_one_graph(layer, inputs):
@@ -315,6 +325,36 @@ def test_schemes_that_are_not_served_are_named(change, message, weights, tmp_pat
         chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
 
 
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_a_scheme_of_one_projection_alone_is_named(projection, weights, tmp_path):
+    scheme = changed({})
+    group = json.loads(json.dumps(scheme["config_groups"]["group_0"]))
+    group["weights"]["num_bits"] = 8
+    scheme["config_groups"]["group_1"] = {**group, "targets": [f"re:.*experts.*{projection}"]}
+    folder = write(tmp_path, per_expert(weights), {"quantization_config": scheme})
+    with pytest.raises(ValueError, match=rf"experts\.0\.{projection}: quantization_config has weights\.num_bits = 8"):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"text_config": 3}, "expected an object as text_config, got 3"),
+        ({"quantization_config": [1]}, r"expected an object as quantization_config, got \[1\]"),
+        ({"quantization_config": {**SCHEME, "config_groups": [1]}}, "expected an object as config_groups"),
+        ({"quantization_config": {**SCHEME, "config_groups": {"group_0": 1}}}, "expected an object as group_0, got 1"),
+        ({"quantization_config": changed({"targets": "Linear"})}, r"a list of texts as group_0\.targets, got 'Linear'"),
+        ({"quantization_config": changed({"weights": "int4"})}, "expected an object as weights, got 'int4'"),
+        ({"quantization_config": {**SCHEME, "ignore": [3]}}, r"expected a list of texts as ignore, got \[3\]"),
+        ({"quantization_config": {**SCHEME, "ignore": ["re:("]}}, r"a regular expression behind re:, got 're:\('"),
+    ],
+)
+def test_a_config_of_another_form_is_named(config, message, weights, tmp_path):
+    folder = write(tmp_path, per_expert(weights), config)
+    with pytest.raises(ValueError, match=message):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
 def test_a_group_that_names_the_experts_goes_first(weights, tmp_path):
     scheme = changed({"weights.group_size": 128})
     scheme["config_groups"]["group_1"] = {**SCHEME["config_groups"]["group_0"], "targets": ["re:.*mlp.experts.*"]}
@@ -356,6 +396,21 @@ def test_tensors_that_are_not_served_are_named(change, message, weights, tmp_pat
         chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("w13_weight_zero_point", "zero points"),
+        ("w2_weight_g_idx", "act order"),
+        ("w2_input_scale", "quantised inputs"),
+        ("w13_bias", "biases"),
+    ],
+)
+def test_tensors_of_stacks_that_are_not_served_are_named(name, meaning, weights, tmp_path):
+    folder = write(tmp_path, {**stacked(weights), f"{PREFIX}.{name}": torch.zeros(1)})
+    with pytest.raises(ValueError, match=f"{name}: {meaning} are not served"):
+        chord.W4A16Experts.from_safetensors(folder, PREFIX, device="cpu")
+
+
 def test_what_cannot_be_loaded_says_why(weights, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="expected a safetensors file, or a folder that holds some"):
         chord.W4A16Experts.from_safetensors(tmp_path, PREFIX, device="cpu")
@@ -363,6 +418,9 @@ def test_what_cannot_be_loaded_says_why(weights, tmp_path, monkeypatch):
     load = chord.W4A16Experts.from_safetensors
     with pytest.raises(ValueError, match=r"local_experts: expected ids of 0 to 5, got range\(4, 8\)"):
         load(folder, PREFIX, device="cpu", local_experts=range(4, 8))
+    for name in ("profile", "role"):
+        with pytest.raises(ValueError, match=f"{name}: expected .* got 'typo'"):
+            load(tmp_path / "not even there", PREFIX, device="cpu", **{name: "typo"})
     with pytest.raises(ValueError, match="tp_size: gate_proj of expert 0 has 128 entries, which 3 GPUs cannot share"):
         load(folder, PREFIX, device="cpu", tp_size=3)
     with pytest.raises(ValueError, match="n: expected a positive multiple of 64, got 32"):
@@ -435,5 +493,37 @@ def test_arguments_of_another_type_are_named(changed_argument, message, weights,
 def test_codes_outside_four_bits_are_refused(weights, tmp_path):
     tensors = per_expert(weights, unpacked=True)
     tensors[GATE][3, 3] = 16
-    with pytest.raises(ValueError, match="codes: expected 0 to 15"):
+    with pytest.raises(ValueError, match="experts, gate and up of expert 0: codes: expected 0 to 15"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+
+
+@pytest.mark.parametrize(("rows", "words"), [(64, None), (None, 8)])
+def test_gate_and_up_of_two_sizes_are_named(rows, words, weights, tmp_path):
+    """Together they may have as many rows as two that belong together."""
+    up = f"{PREFIX}.0.up_proj.weight"
+    tensors = {name: part for name, part in per_expert(weights).items() if name != f"{up}_shape"}
+    tensors[f"{up}_packed"] = tensors[f"{up}_packed"][:rows, :words].clone()
+    tensors[f"{up}_scale"] = tensors[f"{up}_scale"][:rows, : words and words // 4].clone()
+    with pytest.raises(ValueError, match=r"experts\.0: expected gate_proj and up_proj of one size, got codes"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+
+
+def test_stacks_of_an_odd_number_of_rows_are_named(weights, tmp_path):
+    tensors = stacked(weights)
+    for part in ("packed", "scale"):
+        name = f"{PREFIX}.w13_weight_{part}"
+        tensors[name] = torch.cat([tensors[name], tensors[name][:, :1]], dim=1)
+    with pytest.raises(ValueError, match="w13 of expert 0: expected as many gate rows as up rows, got 257 in all"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+
+
+def test_an_expert_of_another_size_or_without_finite_scales_is_named(weights, tmp_path):
+    tensors, down = per_expert(weights), f"{PREFIX}.3.down_proj.weight"
+    tensors[f"{down}_scale"][5, 1] = float("nan")
+    with pytest.raises(ValueError, match=r"experts, down of expert 3: scale: expected magnitudes below 2\^31"):
+        chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")
+    tensors = {name: part for name, part in per_expert(weights).items() if not name.startswith(f"{down}_shape")}
+    for part in (f"{down}_packed", f"{down}_scale"):
+        tensors[part] = tensors[part][:64].clone()
+    with pytest.raises(ValueError, match=r"down of expert 3: codes: expected a projection of 128 x 128, got 64 x 128"):
         chord.W4A16Experts.from_safetensors(write(tmp_path, tensors), PREFIX, device="cpu")

@@ -31,6 +31,8 @@ NOTHING = Settings()
         (OTHER, "sm_90a", {}, NOTHING, "h200_prefill_ep8"),
         (OTHER, "sm_90a", {"tensor_parallel_size": 8}, NOTHING, "h200_tp8"),
         (OTHER, "sm_100a", {"profile": "blackwell_decode_ep8"}, NOTHING, "blackwell_decode_ep8"),
+        (OTHER, "sm_90a", {"profile": "h200_grouped_decode", "role": "decode"}, NOTHING, "h200_grouped_decode"),
+        (OTHER, "sm_90a", {"profile": "h200_tp8", "role": "decode", "tensor_parallel_size": 2}, NOTHING, "h200_tp8"),
     ],
 )
 def test_profiles_are_inferred(shape, arch, options, settings, name):
@@ -49,6 +51,20 @@ def test_profiles_are_inferred(shape, arch, options, settings, name):
         (EP, "sm_90a", {"profile": "h100"}, NOTHING, "profile: expected auto or one of h200_prefill_ep8, .*'h100'"),
         (EP, "sm_90a", {"profile": "blackwell_decode_ep8"}, NOTHING, "is for sm_100a and sm_103a"),
         (EP, "sm_90a", {"role": "mix"}, NOTHING, "role: 'mix'"),
+        (
+            EP,
+            "sm_90a",
+            {"profile": "h200_decode_ep8", "role": "prefill"},
+            NOTHING,
+            "role: 'prefill' contradicts the profile h200_decode_ep8, which is for decode; leave one out",
+        ),
+        (
+            OTHER,
+            "sm_90a",
+            {"profile": "h200_prefill_ep8", "tensor_parallel_size": 8},
+            NOTHING,
+            "tensor_parallel_size: 8 contradicts the profile h200_prefill_ep8, which is for experts that are not split",
+        ),
         (EP, "sm_90a", {"role": "train"}, NOTHING, "role: expected one of prefill, decode, mix, got 'train'"),
         (TP, "sm_90a", {"role": "train"}, NOTHING, "role: expected one of prefill, decode, mix, got 'train'"),
         (TP, "sm_90a", {}, Settings(use_grouped=True), "CHORD_USE_GROUPED=1: expected experts that are not split"),
@@ -57,6 +73,12 @@ def test_profiles_are_inferred(shape, arch, options, settings, name):
 def test_contradictions_are_named(shape, arch, options, settings, message):
     with pytest.raises(ValueError, match=message):
         select_profile(shape, arch, settings=settings, **options)
+
+
+@pytest.mark.parametrize("size", [True, 8.0, "8"])
+def test_a_size_that_is_no_number_of_gpus_is_refused(size):
+    with pytest.raises(TypeError, match="tensor_parallel_size: expected an int, got"):
+        select_profile(OTHER, "sm_90a", tensor_parallel_size=size, settings=NOTHING)
 
 
 def test_switches_are_read_and_their_lack_of_effect_said_once(monkeypatch):

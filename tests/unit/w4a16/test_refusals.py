@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import chord
+from chord.w4a16.grouped_rows import MaskedRows
+from chord.w4a16.layout import WeightShape
+from chord.w4a16.validate import check_inputs
 from chord.w4a16.weights import pack_expert
 
 TOKENS, TOP_K, EXPERTS = 5, 2, 4
@@ -77,3 +80,60 @@ def test_an_expert_that_is_not_there(given, expert):
     words, scales = torch.zeros(128, 8, dtype=torch.int32), torch.zeros(128, 2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="expert"):
         pack_expert(given[-1], expert, words, scales)
+
+
+def unheld(*size, dtype=torch.bfloat16):
+    """A tensor of a size that no test could hold; checks of types and shapes need no memory."""
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+MANY = 1 << 31
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"x": unheld(MANY // 8, 64), "top_k": 8}, r"rows \* top_k: expected 0 to 2147483647, got 2147483648"),
+        ({"x": unheld((1 << 29) + 1, 64), "top_k": 1}, r"elements of x: expected 0 to 34359738360, got 34359738432"),
+        (
+            {"ids": unheld(MANY, dtype=torch.int32)},
+            r"sorted_token_ids \(entries\): expected 0 to 2147483647, got 21474",
+        ),
+        (
+            {"owners": unheld(MANY, dtype=torch.int32)},
+            r"expert_ids \(entries\): expected 0 to 2147483647, got 21474836",
+        ),
+    ],
+)
+def test_sizes_that_the_indexed_kernels_cannot_count(change, message):
+    given = {"x": unheld((1 << 29) - 1, 64), "ids": unheld(MANY - 1, dtype=torch.int32), "top_k": 4}
+    given |= {"owners": unheld(MANY - 1, dtype=torch.int32)} | change
+    count, data = unheld(1, dtype=torch.int32), unheld(4, 64 * 64 * 9 // 16, dtype=torch.uint8)
+
+    def check():
+        return check_inputs(
+            given["x"], data, given["ids"], given["owners"], count, None, False, given["top_k"], 8, expert_rows=1
+        )
+
+    if message is None:
+        assert check() == WeightShape(4, 64, 64)
+        return
+    with pytest.raises(ValueError, match=message):
+        check()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (unheld(4, (1 << 27) - 1, 64), None),
+        (unheld(4, MANY // 4, 64), r"elements of x: expected 0 to 34359738360, got 137438953472"),
+    ],
+)
+def test_slabs_that_the_kernels_cannot_count(x, message):
+    rows, data = MaskedRows(unheld(4, dtype=torch.int32)), unheld(4, 64 * 64 * 9 // 16, dtype=torch.uint8)
+    if message is None:
+        assert rows.check(x, data, False) == WeightShape(4, 64, 64)
+        return
+    with pytest.raises(ValueError, match=message):
+        rows.check(x, data, False)
