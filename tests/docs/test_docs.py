@@ -86,7 +86,7 @@ def test_adding_a_kernel_builds_as_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operator", ["moe_w4a16", "moe_w4a16_contiguous", "moe_w4a16_masked"])
 def test_the_table_of_arms_is_the_manifests(operator: str) -> None:
-    """docs/w4a16.md: every arm with its architectures, the same for the three operators but for the one for plans alone."""
+    """docs/w4a16.md: every arm with its architectures, the same for all three but for the one for plans."""
     text = (ROOT / "docs/w4a16.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:sm_\w+(?:, )?)+) \|", text, re.MULTILINE)
     programs = Registry.open().programs(operator).values()
