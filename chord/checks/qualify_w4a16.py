@@ -38,6 +38,7 @@ LOADS = (
     Load(WeightShape(8, 512, 1024, gated=True), 700, 8, 24),
     Load(WeightShape(48, 4096, 7168, gated=True), 50, 8, 8),
     Load(WeightShape(48, 7168, 2048), 400, 1, 8),
+    Load(WeightShape(384, 512, 7168, gated=True), 2, 8, 8),
     Load(WeightShape(384, 512, 7168, gated=True), 1024, 8, 16),
     Load(WeightShape(384, 7168, 256), 8192, 1, 16),
     Load(WeightShape(16, 1088, 512, gated=True), 1500, 2, 8),
@@ -45,9 +46,12 @@ LOADS = (
 TINY_LOADS = (
     Load(WeightShape(3, 64, 64), 4, 2, 8),
     Load(WeightShape(5, 320, 320, gated=True), 21, 4, 16),
-    Load(WeightShape(3, 192, 256), 40, 2, 8),
+    Load(WeightShape(3, 192, 256), 40, 2, 24),
+    Load(WeightShape(2, 128, 512), 6, 2, 8),
 )
-"""Small enough for a sanitizer. The first is the smallest that there is: a brief run leaves it out."""
+"""Small enough for a sanitizer. The first is the smallest that there is: a brief run leaves it out. Blocks of 24 rows
+are what no arm looks at in one step, and a K of 512 has several stages in all.
+"""
 TINY_ROUTINGS = ("random", "remote")
 
 SUMS = (

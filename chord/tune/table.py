@@ -28,17 +28,20 @@ class Axes(NamedTuple):
     choices: Mapping[str, Sequence[int | str]]
 
 
-def replace_routes(text: str, arch: str, boxes: Sequence[Box], note: str) -> str:
+def replace_routes(text: str, arch: str, boxes: Sequence[Box], note: str, keep: str = "") -> str:
     """The table's text with the boxes' routes in the place of what one architecture had there.
 
-    Its routes outside the boxes stay, cut where they reach into one; so do the routes of other architectures.
-    Raises ImportError without tomlkit.
+    Its routes outside the boxes stay, cut where they reach into one; so do the routes of other architectures, and those
+    that end before the range axis `keep` does, where the boxes are cut instead. Raises ImportError without tomlkit.
     """
     import tomlkit
 
     document = tomlkit.parse(text)
     whole = _axes(document.get("axes", []))
     kept = tomlkit.aot()
+    for row in document.get("routes", []):
+        if arch in row["archs"] and keep in row and row[keep][1] < whole.ranges[keep][1]:
+            boxes = [rest for box in boxes for rest in without(box, _box_of(row), whole)]
     for row in document.get("routes", []):
         pieces = [_box_of(row)]
         if arch in row["archs"]:
@@ -111,9 +114,9 @@ def _box_of(row: Mapping[str, Any]) -> Box:
     return Box(ranges, dict(row.get("only", {})), tuple(Interval(*line) for line in row["table"]))
 
 
-def write_routes(path: Path, arch: str, boxes: Sequence[Box], note: str) -> None:
+def write_routes(path: Path, arch: str, boxes: Sequence[Box], note: str, keep: str = "") -> None:
     """`replace_routes` on a file."""
-    path.write_text(replace_routes(path.read_text(encoding="utf-8"), arch, boxes, note), encoding="utf-8")
+    path.write_text(replace_routes(path.read_text(encoding="utf-8"), arch, boxes, note, keep), encoding="utf-8")
 
 
 def _row(tomlkit: Any, arch: str, box: Box, note: str) -> Any:  # noqa: ANN401 - an optional, untyped use

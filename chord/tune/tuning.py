@@ -19,6 +19,8 @@ class Tuning:
     results: Results
     boxes: list[Box] = field(default_factory=list)
     """Routes of the classes that were measured to the end."""
+    kept: str = ""
+    """The range axis whose beginning no sweep measures: routes that end before the axis does stay as they are."""
     problems: list[str] = field(default_factory=list)
     """Programs and counts that were left out, and why."""
     stopped: str = ""
@@ -43,7 +45,7 @@ def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path
     note = f"measured on {tuning.results.gpu}, {tuning.results.date}, bench/results/{path.name}"
     if tuning.boxes:
         own = table or _paths.registry_dir() / f"{tuning.operator}.toml"
-        write_routes(own, tuning.arch, tuning.boxes, note)
+        write_routes(own, tuning.arch, tuning.boxes, note, tuning.kept)
         for each in borrowers(tuning.operator, own.parent):
             write_routes(each, tuning.arch, tuning.boxes, f"as {tuning.operator}: {note}")
     return path

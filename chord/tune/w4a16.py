@@ -31,7 +31,7 @@ from chord.tune.sweep import Budget, GpuLostError, attempt
 from chord.tune.table import Box
 from chord.tune.tuning import Tuning
 from chord.w4a16 import PreparedMoeW4A16, prepare_moe_w4a16
-from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR, serves
+from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR, few_arms, serves
 
 EXPERT_ROWS = (1, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 384)
 SCENARIOS = ("ep8_decode", "tp8")
@@ -56,11 +56,13 @@ def tune(
 ) -> Tuning:
     """Times the sweep with random routing. Each result row is a program on a shape; scenarios are "tune_<split>".
 
+    The sweep begins where experts have a row on average: routes for fewer rows (the axis all_rows) stay as they are.
     A program that is wrong or cannot run is left out and named. `limit_s`, an interruption or a lost GPU end the sweep
     after the last measured size, without routes, which need every shape. save is called after each size.
     """
     results = describe_run("w4a16", METHOD, "read", steady_ms, {}, commit)
     tuning = Tuning(OPERATOR, _runtime.architecture(torch.cuda.current_device()), results)
+    tuning.kept = "all_rows"
     times: dict[Side, dict[int, dict[str, list[float]]]] = {}
     sides = k_sides(program.limit("k") for program in _programs(tuning.arch).values())
     wrong: set[str] = set()
@@ -111,7 +113,8 @@ def _boxes(
 
 
 def _programs(arch: str) -> Mapping[str, Program]:
-    return _runtime.registry().programs(OPERATOR, arch)
+    found, few = _runtime.registry().programs(OPERATOR, arch), few_arms(arch)
+    return {name: program for name, program in found.items() if program.arm not in few}
 
 
 def _sweep(

@@ -26,8 +26,8 @@ MOVERS = {"moe_swiglu": 2, "moe_scatter": 2, "moe_combine": 2, SUMS: 1}
 """The operators that move and sum rows, likewise."""
 MAX_EXPERT_ROWS = 1 << 30
 
-_LEAST_TILE_ROWS = 32  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
-_MAX_ITEMS = (1 << 31) - 1
+_LEAST_TILE_ROWS = 16  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
+_MAX_ITEMS = _MAX_ROWS = (1 << 31) - 1  # of rows: that the axis all_rows knows
 
 
 class Interval(NamedTuple):
@@ -68,7 +68,7 @@ def launch(
     program: str | None = None,
 ) -> None:
     """Launches an operator's routed program, or the named one, with these values on torch's current stream."""
-    _launch(_chosen(operator, device, shape, expert_rows, most_rows(values, shape), invariant, program), device, values)
+    _launch(_chosen(operator, device, shape, values, expert_rows, invariant, program), device, values)
 
 
 def prepare_gemm(
@@ -103,7 +103,7 @@ def prepare(
     owners: object,
 ) -> Prepared:
     """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
-    kernel = _chosen(operator, device, shape, expert_rows, most_rows(values, shape), invariant, program)
+    kernel = _chosen(operator, device, shape, values, expert_rows, invariant, program)
     bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
     bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name)
@@ -135,7 +135,7 @@ def prepare_with_sums(
 ) -> Prepared:
     """Binds a GEMM and the sums behind it as one launch, which asks for the stream once. Named after the GEMM."""
     stream = _runtime.stream_provider(device)
-    gemm = _chosen(OPERATOR, device, shape, expert_rows, most_rows(values, shape), invariant, program)
+    gemm = _chosen(OPERATOR, device, shape, values, expert_rows, invariant, program)
     behind = _row_mover(SUMS, device, sums["num_units"])
     bound = gemm.prepare(values, stream=stream, owners=owners).followed_by(behind.prepare(sums, stream=stream))
     bound.make_ready(_runtime.raw_stream(device))
@@ -190,8 +190,8 @@ def most_tiles(rows: int, experts: int) -> int:
 
 
 def most_items(tiles: int, shape: WeightShape) -> int:
-    """Items of so many row tiles: bounds a grid."""
-    return min(tiles * -(-shape.n // 256), _MAX_ITEMS)
+    """Items of so many row tiles, cut by strips of 64 outputs as a last round's are: bounds a grid."""
+    return min(tiles * -(-shape.n // 64), _MAX_ITEMS)
 
 
 def most_rows(values: Mapping[str, int], shape: WeightShape) -> int:
@@ -200,12 +200,42 @@ def most_rows(values: Mapping[str, int], shape: WeightShape) -> int:
     return -(-values["num_rows"] * values.get("top_k", 1) // shape.experts) if slab is None else slab
 
 
+def all_rows(values: Mapping[str, int]) -> int:
+    """Rows that all experts can have together, by moe_w4a16's arguments; no more are told apart than routes do."""
+    return min(values["num_rows"] * values["top_k"], _last_few(OPERATOR) + 1)
+
+
+@lru_cache(maxsize=4)
+def _last_few(operator: str) -> int:
+    """The most rows that a route for few of them names."""
+    routes = (route for found in _runtime.operator(operator).routes.values() for route in found)
+    sides = (side for route in routes if isinstance(side := route.where["all_rows"], tuple))
+    return max((last for _, last in sides if last < _MAX_ROWS), default=0)
+
+
+def few_arms(arch: str) -> frozenset[str]:
+    """Arms of moe_w4a16 that routes for few rows alone name."""
+    operator = _runtime.operator(OPERATOR)
+    few: dict[bool, set[str]] = {True: set(), False: set()}
+    for route in operator.routes.get(arch, ()):
+        side = route.where["all_rows"]
+        few[isinstance(side, tuple) and side[1] < _MAX_ROWS].add(operator.programs[route.program].arm)
+    return frozenset(few[True] - few[False])
+
+
 def routed_program(
-    shape: WeightShape, expert_rows: int, arch: str, operator: str = OPERATOR, *, most_rows: int | None = None
+    shape: WeightShape,
+    expert_rows: int,
+    arch: str,
+    operator: str = OPERATOR,
+    *,
+    most_rows: int | None = None,
+    all_rows: int | None = None,
 ) -> str:
     """Name of the program that serves a weight shape; expert_rows are expected, most_rows (default: those) possible."""
     rows = min(expert_rows, MAX_EXPERT_ROWS)
-    intervals = route_intervals(shape.n, shape.k, shape.experts, arch, operator, most_rows=most_rows)
+    more = {"most_rows": most_rows, "all_rows": all_rows}
+    intervals = route_intervals(shape.n, shape.k, shape.experts, arch, operator, **more)
     return next(interval.program for interval in intervals if interval.first <= rows <= interval.last)
 
 
@@ -236,13 +266,21 @@ def move_rows(operator: str, device: int, values: dict[str, int]) -> None:
 
 
 def route_intervals(
-    n: int, k: int, experts: int, arch: str, operator: str = OPERATOR, *, most_rows: int | None = None
+    n: int,
+    k: int,
+    experts: int,
+    arch: str,
+    operator: str = OPERATOR,
+    *,
+    most_rows: int | None = None,
+    all_rows: int | None = None,
 ) -> list[Interval]:
     """What would be selected on an architecture ("sm_90a") for which expected rows an expert: ascending, without gap.
 
     operator: moe_w4a16, moe_w4a16_contiguous or moe_w4a16_masked. most_rows: rows that an expert can have on average at
     most, which is M * top_k / E, M / E or T, rounded up. Default: no more than are expected, as where a call says
-    nothing else.
+    nothing else. all_rows: rows that all experts can have together, M * top_k; of moe_w4a16 alone, whose programs for
+    few rows are chosen by it. Default: more than those serve.
     """
     if not isinstance(operator, str) or operator not in GEMMS:
         raise ValueError(f"operator: expected one of {', '.join(GEMMS)}, got {operator!r}")
@@ -253,6 +291,10 @@ def route_intervals(
     if most_rows is not None:
         check_int("most_rows", most_rows, 0)
         fixed["most_rows"] = min(most_rows, MAX_EXPERT_ROWS)
+    if all_rows is not None:
+        check_int("all_rows", all_rows, 0)
+    if operator == OPERATOR:
+        fixed["all_rows"] = _MAX_ROWS if all_rows is None else min(all_rows, _MAX_ROWS)
     found = []
     for route in _runtime.operator(operator).routes.get(arch, ()):
         sides = {key: side for key, side in route.where.items() if isinstance(side, tuple)}
@@ -268,24 +310,41 @@ def route_intervals(
 
 
 def _chosen(
-    operator: str, device: int, shape: WeightShape, expert_rows: int, most: int, invariant: bool, program: str | None
+    operator: str,
+    device: int,
+    shape: WeightShape,
+    values: Mapping[str, int],
+    expert_rows: int,
+    invariant: bool,
+    program: str | None,
 ) -> Kernel:
     if program is not None:
         return _named_kernel(operator, device, program, shape)
-    rows = min(expert_rows, MAX_EXPERT_ROWS)
-    return _gemm_kernel(operator, device, shape.n, shape.k, shape.experts, rows, most, invariant)
+    rows, most = min(expert_rows, MAX_EXPERT_ROWS), most_rows(values, shape)
+    together = all_rows(values) if operator == OPERATOR else None
+    return _gemm_kernel(operator, device, shape.n, shape.k, shape.experts, rows, most, together, invariant)
 
 
 @lru_cache(maxsize=4096)
 def _gemm_kernel(
-    operator: str, device: int, n: int, k: int, experts: int, expert_rows: int, most: int, invariant: bool
+    operator: str,
+    device: int,
+    n: int,
+    k: int,
+    experts: int,
+    expert_rows: int,
+    most: int,
+    together: int | None,
+    invariant: bool,
 ) -> Kernel:
     arch = _runtime.architecture(device)
     intervals = route_intervals(n, k, experts, arch, operator)
     if invariant and len(_families(operator, intervals)) > 1:
         return _load(operator, device, intervals[-1].program)  # the one for the most rows, whatever is expected
     shape = WeightShape(experts, n, k)
-    return _load(operator, device, routed_program(shape, expert_rows, arch, operator, most_rows=most))
+    return _load(
+        operator, device, routed_program(shape, expert_rows, arch, operator, most_rows=most, all_rows=together)
+    )
 
 
 def serves(program: Program, shape: WeightShape) -> bool:

@@ -57,9 +57,9 @@ def test_instructions(name: str, arch: str) -> None:
     assert not [one for one in found if one.startswith(("LDL", "STL"))], "no local memory"
     _, arm = name.split(".", 1)
     kinds = {one.partition(".")[0] for one in found}
-    if arm.startswith(("wgmma", "resident")):
+    if arm.startswith(("wgmma", "resident", "turns")):
         assert "HGMMA" in kinds
     if arm.startswith("mma"):
         assert "HMMA" in kinds
-    if arm.startswith(("wgmma", "resident", "mma")):
+    if arm.startswith(("wgmma", "resident", "turns", "mma")):
         assert found["LDS.128"] >= 16, "weights come in 16-byte shared loads"

@@ -98,11 +98,14 @@ def test_adding_a_kernel_builds_as_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operator", ["moe_w4a16", "moe_w4a16_contiguous", "moe_w4a16_masked"])
 def test_the_table_of_arms_is_the_manifests(operator: str) -> None:
-    """docs/w4a16.md: every arm with its architectures, the same for the three operators."""
+    """docs/w4a16.md: every arm with its architectures, the same for all three but for the one for plans."""
     text = (ROOT / "docs/w4a16.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ((?:sm_\w+(?:, )?)+) \|", text, re.MULTILINE)
     programs = Registry.open().programs(operator).values()
-    assert {arm: set(archs.split(", ")) for arm, archs in rows} == {p.arm: set(p.architectures) for p in programs}
+    listed = {arm: set(archs.split(", ")) for arm, archs in rows}
+    if operator != "moe_w4a16":
+        del listed["turns_r16"]
+    assert listed == {p.arm: set(p.architectures) for p in programs}
 
 
 def test_the_log_line_that_is_shown_is_the_one_that_comes() -> None:

@@ -57,6 +57,21 @@ def test_every_program_is_right_and_writes_nothing_else(shape, routing, device, 
     expect_none(problems)
 
 
+@pytest.mark.parametrize("shape", ["short_group", "gated_short_group", "ep8_down", "tp8_gate_up", "tp8_down"])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_few_tokens_are_right(tokens, shape, device, expect_none):
+    """Plans that the arms look at in one step, and arms that only calls of few rows select."""
+    problems = []
+    for block_m, routing in ((8, "random"), (16, "hot"), (8, "remote"), (16, "one")):
+        case = checks.gemm_case(
+            SHAPES[shape], tokens, 8, block_m, routing, device, weighted=block_m == 8, swiglu=SHAPES[shape].gated
+        )
+        expected = checks.Expected.of(case)
+        for program in programs(device, SHAPES[shape]):
+            problems += checks.gemm_problems(case, expected, program)
+    expect_none(problems)
+
+
 @pytest.mark.parametrize("block_m", [8, 16, 24, 32, 40, 48, 56, 64, 72, 128, 256])
 def test_every_block_size_is_right(block_m, device, expect_none):
     """Experts with fewer rows than a block, and with several blocks that make one tile or more."""

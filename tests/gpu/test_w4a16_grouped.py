@@ -16,6 +16,7 @@ from chord.w4a16 import reference
 from chord.w4a16.grouped_rows import ContiguousRows, MaskedRows
 from chord.w4a16.launch import serves
 from chord.w4a16.layout import WeightShape
+from chord.w4a16.rows import combine_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -316,10 +317,12 @@ def test_the_layer_gives_sorted_rows_and_slabs_the_bits_of_its_tokens(device):
     counts = torch.bincount(ids.flatten(), minlength=8)
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     rows, row_weight = x[order // top_k], weights.flatten()[order]
+    plain = layer.forward_contiguous(rows, offsets=offsets)
+    routed, summed = torch.empty_like(plain), torch.empty_like(x)
+    routed[order] = plain
+    combine_rows(routed, summed, weights, ids, num_experts=8)
+    assert torch.equal(summed, layer(x, weights, ids))
     got = layer.forward_contiguous(rows, offsets=offsets, row_weight=row_weight)
-    routed = torch.empty_like(got)
-    routed[order] = got
-    assert torch.equal(routed.view(tokens, top_k, 256).sum(dim=1), layer(x, weights, ids))
     slabs, factors = torch.zeros(8, tokens, 256, dtype=torch.bfloat16, device=device), torch.zeros(8, tokens).to(device)
     place = torch.arange(tokens * top_k, device=device) - offsets[:-1].repeat_interleave(counts)
     slabs[ids.flatten()[order].long(), place], factors[ids.flatten()[order].long(), place] = rows, row_weight

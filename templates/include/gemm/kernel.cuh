@@ -7,6 +7,7 @@
 #include "gemm/loop.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/producer.cuh"
+#include "gemm/rows_few.cuh"
 #include "gemm/tile.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shared.cuh"
@@ -67,7 +68,7 @@ struct StreamedBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
-        return add_up_runs<T>(rows.template load_window<T>(shared, 0), shared);
+        return find_first_window<T>(rows, shared);
     }
 
     // What a thread does once the barriers are there. `first_window` gives the producer's threads the first window.

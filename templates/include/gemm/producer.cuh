@@ -19,7 +19,7 @@ namespace gemm {
 template <class T>
 __device__ __forceinline__ void zero_scales(u32 stage, u32 blocks) {
     constexpr u32 kPieces = (kBlockBytes - kScaleBytes) / 16;  // of one block
-    for (u32 i = blocks * kStrips * kPieces; i < T::stage_blocks * kStrips * kPieces; ++i) {
+    for (u32 i = blocks * T::item_strips * kPieces; i < T::stage_blocks * T::item_strips * kPieces; ++i) {
         ptx::store_shared_v4(stage + i / kPieces * kBlockBytes + kScaleBytes + i % kPieces * 16, make_uint4(0, 0, 0, 0));
     }
 }
@@ -39,7 +39,12 @@ __device__ __forceinline__ void load_piece(u32 to, const u8* source, u32 bytes, 
 template <class T>
 __device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 blocks, u32 strips, u32 pitch, u32 bar) {
     ptx::mbarrier_arrive_expect(bar, blocks * strips * kBlockBytes);
-    if (strips == kStrips) {
+    if constexpr (T::item_strips == 1) {
+#pragma unroll
+        for (u32 b = 0; b < T::stage_blocks; ++b) {  // a constant bound, so that one lane issues the copies in a row
+            if (b < blocks) load_piece<T>(stage + b * kBlockBytes, source + b * pitch, kBlockBytes, bar);
+        }
+    } else if (strips == kStrips) {
         load_piece<T>(stage, source, blocks * (kStrips * kBlockBytes), bar);
     } else {
         for (u32 b = 0; b < blocks; ++b) {
@@ -234,7 +239,11 @@ __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows
         schedule.leave_window();
         window = add_up_runs<T>(rows.template load_window<T>(shared, window.next), shared);
     }
-    if (!streams) announce_end<T>(shared, slot);
+    if (streams) {
+        ptx::grid_launch_dependents();  // of a next kernel, which waits for this one's end where it needs it
+    } else {
+        announce_end<T>(shared, slot);
+    }
 }
 
 }  // namespace gemm

@@ -4,7 +4,6 @@
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
 #include "gemm/rows.cuh"
-#include "ptx/barrier_arrive.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
@@ -15,7 +14,6 @@ namespace gemm {
 // The first window of runs. What it is read from may come from the kernel before, as may the rows. By all producer threads.
 template <class Body, class T, class Rows>
 __device__ __forceinline__ Window first_window(const Rows& rows, u32 shared) {
-    ptx::grid_launch_dependents();  // of a next kernel that waits for this one's end where it needs it
     ptx::grid_dependency_wait();
     return Body::template find_window<T>(rows, shared);
 }
@@ -33,8 +31,6 @@ struct OneTile {
         Body::template work<T>(problem, rows, shared, [&] { return first_window<Body, T>(rows, shared); });
     }
 };
-
-constexpr u32 kChoiceBarrier = 6;  // named barrier of all threads; 1 to 5 have other users
 
 // A tile for experts of more than kBeyond rows on average.
 template <class T, u32 kBeyond>
@@ -73,9 +69,11 @@ struct FittingTiles {
     static_assert(((Rest::Tile::smem_bytes == smem_bytes) && ...), "one launch for all tiles");
     static_assert(((Rest::Tile::first_producer == First::Tile::first_producer) && ...), "one producer finds the runs");
     static_assert(((Rest::Tile::run_rows == First::Tile::run_rows) && ...), "one place for the runs");
+    static_assert(First::Tile::chosen % 8 == 0, "a barrier has 8 bytes and stands on such a border");
     static_assert(((Rest::Tile::choice == First::Tile::choice) && ...), "one place for the choice");
 
-    // The producer chooses and goes on; all others wait for what it has chosen.
+    // The producer chooses and goes on; all others wait for what it has chosen. By an mbarrier, at which the thread that stores the
+    // choice arrives itself: a named barrier that some arrive at and others wait at orders the same, but racecheck reports it.
     template <class Rows>
     static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows) {
         using T = typename First::Tile;
@@ -84,6 +82,7 @@ struct FittingTiles {
         if (threadIdx.x == 0) {
             Body::template init_barriers<T>(shared);
             (init_others<typename Rest::Tile>(shared), ...);
+            ptx::mbarrier_init(shared + T::chosen, 1);
         }
         __syncthreads();
         const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0) - T::first_producer / 32;
@@ -92,11 +91,13 @@ struct FittingTiles {
         if (warp < T::producer_threads / 32) {
             window = first_window<Body, T>(rows, shared);
             choice = fitting_tile<0, First, Rest...>(window);
-            if (threadIdx.x == T::first_producer) ptx::store_shared(shared + T::choice, choice);
+            if (threadIdx.x == T::first_producer) {
+                ptx::store_shared(shared + T::choice, choice);
+                ptx::mbarrier_arrive(shared + T::chosen);
+            }
             __syncwarp();
-            ptx::barrier_arrive_aligned(kChoiceBarrier, threads);
         } else {
-            ptx::barrier_sync_aligned(kChoiceBarrier, threads);
+            ptx::mbarrier_wait(shared + T::chosen, 0);
             choice = ptx::load_shared(shared + T::choice);
         }
         work_chosen<Body, 0, First, Rest...>(problem, rows, shared, __shfl_sync(kFullWarp, choice, 0), window);

@@ -8,6 +8,7 @@
 #include "gemm/resident_producer.cuh"
 #include "gemm/resident_store.cuh"
 #include "gemm/resident_tile.cuh"
+#include "gemm/rows_few.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
@@ -37,6 +38,8 @@ struct ResidentBody {
 
     template <class T, class Rows>
     static __device__ __forceinline__ Window find_window(const Rows& rows, u32 shared) {
+        Window window;
+        if (find_few<T>(rows, shared, window)) return window;
         return add_up_runs<T>(find_runs<T>(rows, shared, 0), shared);
     }
 

@@ -84,6 +84,14 @@ __device__ __forceinline__ void multiply_strip(StripWarp<T>& warp, f32 (&acc)[kW
         ptx::wgmma_wait<0>();
         return;
     }
+    if constexpr (kWidth <= 32) {  // wider ones take their time to multiply
+        if (blocks == 3) {
+            multiply_blocks<kWidth, 3, true, kInFlight>(acc, stage, tokens, warp.warp, warp.lane);
+            warp.release();
+            ptx::wgmma_wait<0>();
+            return;
+        }
+    }
     multiply_blocks<kWidth, 1, true, 0>(acc, stage, tokens, warp.warp, warp.lane);
     for (u32 block = 1; block < blocks; ++block) {
         const u64 operand = tokens + block * (kWidth * kTokenRowBytes / 16);

@@ -164,7 +164,10 @@ __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows
         ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more
         window = find_runs<T>(rows, shared, window.next);
     }
-    if (warp < T::stream_warps) return;
+    if (warp < T::stream_warps) {
+        ptx::grid_launch_dependents();  // of a next kernel, which waits for this one's end where it needs it
+        return;
+    }
     ptx::mbarrier_wait(shared + T::item_empty + 8 * place.index, place.parity ^ 1);
     if (warp == T::stream_warps && ptx::thread_id() % 32 == 0) {
         ptx::store_shared_v4(shared + T::slot_base + place.index * T::slot_bytes, make_uint4(0, 0, 0, 0));

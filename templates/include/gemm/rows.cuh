@@ -18,6 +18,7 @@ struct Window {
     u32 next;   // first block of the next window
     bool last;  // there is none
     u32 rows = 0, active = 0, widest = 0;  // what add_up_runs finds: rows of all runs, runs that have any, rows of the longest
+    u32 tiles = 0;  // tiles, where they have been numbered already
 
     __device__ __forceinline__ bool mean_at_most(u32 mean) const { return rows <= u64{mean} * active; }
 };
@@ -26,6 +27,7 @@ struct Window {
 template <class T>
 __device__ __forceinline__ Window add_up_runs(Window window, u32 shared) {
     constexpr u32 kWarps = T::producer_threads / 32;
+    static_assert(kWarps <= 4, "run_counts has room for the sums of four warps");
     const u32 thread = threadIdx.x - T::first_producer, counts = shared + T::run_counts;
     for (u32 run = thread; run < window.runs; run += T::producer_threads) {
         const u32 rows = ptx::load_shared(shared + T::run_rows + 4 * run);

@@ -19,23 +19,23 @@ struct Item {
 // neighbouring CTAs share an expert's token rows, wide tiles before narrow ones. They are handed round to and fro: CTA b
 // takes b, then 2 grid - 1 - b, then 2 grid + b, ..., so that a round's wider items and the next one's narrower ones meet.
 // Which CTA computes a tile changes no bit of it. When the last round would leave most CTAs idle, its items are cut into
-// halves or quarters by strips.
+// halves or quarters by strips. (Items of one strip are not cut.)
 template <class T>
 class Schedule {
 public:
     __device__ __forceinline__ Schedule(u32 shared, u32 strips)
-        : shared_(shared), strips_(strips), groups_(ceil_div(strips, kStrips)), place_(blockIdx.x),
+        : shared_(shared), strips_(strips), groups_(ceil_div(strips, T::item_strips)), place_(blockIdx.x),
           step_(2 * (gridDim.x - blockIdx.x) - 1) {}
 
     // The next item of this CTA in the window at hand; false when there is none.
     __device__ __forceinline__ bool next(Item& item) {
         if (place_ < whole_) {
-            fill(item, place_, 0, kStrips);
+            fill(item, place_, 0, T::item_strips);
             place_ += step_;
             step_ = 2 * gridDim.x - step_;
             return true;
         }
-        if (parts_ == 1) return false;
+        if (T::item_strips == 1 || parts_ == 1) return false;
         const u32 index = whole_ + blockIdx.x / parts_, each = kStrips / parts_;
         if (index < items_) fill(item, index, blockIdx.x % parts_ * each, each);
         parts_ = 1;
@@ -51,11 +51,15 @@ public:
     // Works out the items of a window whose runs are in the lists and added up. By all producer threads.
     __device__ __forceinline__ void open_window(const Window& window) {
         window_ = window;
-        if (window.widest > kSortedRows) sort_runs<T>(shared_, window_.runs);
-        items_ = whole_ = number_tiles() * groups_;
+        if (window.tiles > 0) {
+            items_ = whole_ = window.tiles * groups_;
+        } else {
+            if (window.widest > kSortedRows) sort_runs<T>(shared_, window_.runs);
+            items_ = whole_ = number_tiles() * groups_;
+        }
         parts_ = 1;
         const u32 rest = (before_ + items_) % gridDim.x;  // items of the last, incomplete round
-        if (window_.last && rest > 0 && rest <= items_ && rest * 2 <= gridDim.x) {
+        if (T::item_strips > 1 && window_.last && rest > 0 && rest <= items_ && rest * 2 <= gridDim.x) {
             parts_ = rest * kStrips <= gridDim.x ? kStrips : 2;
             whole_ = items_ - rest;
         }
@@ -113,12 +117,16 @@ private:
         item.rows = smaller(rows - first, RowCut<T>(rows).tile_rows);
         item.width = T::width_of(item.rows);
         item.group = place - tile * groups_;
+        if constexpr (T::item_strips == 1) {
+            strip = item.group % kStrips;
+            item.group /= kStrips;
+        }
         const u32 exist = smaller(strips_ - item.group * kStrips, kStrips);
         item.strip = strip;
         item.strips = strip < exist ? smaller(exist - strip, strips) : 0;
     }
 
-    u32 shared_, strips_, groups_;
+    u32 shared_, strips_, groups_;  // groups_: items of a row tile
     u32 place_;       // of this CTA's next item, from the window's first one
     u32 step_;        // from there to the one after it
     u32 before_ = 0;  // items of earlier windows, modulo the grid

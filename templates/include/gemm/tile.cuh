@@ -13,8 +13,10 @@ constexpr u32 kTokenRowBytes = 128;
 
 // kMaxRows: most token rows of a tile. kStageBlocks: k64 blocks of a ring stage. kWindow: runs of rows looked at together.
 // kSharedBytes: 0, or all that a program with several tiles takes: barriers and lists then lie at its end, for each of them.
-template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kSharedBytes = 0>
+// kItemStrips: strips of an item, all four of a group or one.
+template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kSharedBytes = 0, u32 kItemStrips = kStrips>
 struct Tile {
+    static constexpr u32 item_strips = kItemStrips;
     static constexpr u32 max_rows = kMaxRows, stage_blocks = kStageBlocks, stages = kStages, slots = kSlots;
     static constexpr u32 window = kWindow;
 
@@ -26,7 +28,7 @@ struct Tile {
     // A stage: tokens as [k64][row][128 bytes, swizzled], then weights as [k64][strip][2304].
     static constexpr u32 token_block_bytes = kMaxRows * kTokenRowBytes;
     static constexpr u32 token_bytes = kStageBlocks * token_block_bytes;
-    static constexpr u32 weight_bytes = kStageBlocks * kStrips * kBlockBytes;
+    static constexpr u32 weight_bytes = kStageBlocks * kItemStrips * kBlockBytes;
     static constexpr u32 stage_bytes = token_bytes + weight_bytes;
 
     // A slot: what the math warps must know of an item. Header of 16 bytes, output rows, their factors; and the rows of x
@@ -43,6 +45,7 @@ struct Tile {
     static constexpr u32 barrier_bytes = round_up(16 * (barrier_stages + kSlots), 16u);
     static constexpr u32 list_bytes = 4 * 4 * kWindow + 64;
     static constexpr u32 choice = kSharedBytes - 16;  // which of a program's tiles it is
+    static constexpr u32 chosen = choice + 8;         // the barrier that says that it is known
     static constexpr u32 full = kSharedBytes > 0 ? choice - list_bytes - barrier_bytes : kStages * stage_bytes;
     static constexpr u32 empty = full + 8 * barrier_stages;
     static constexpr u32 item_full = empty + 8 * barrier_stages;
@@ -59,6 +62,7 @@ struct Tile {
 
     static_assert(kMaxRows % 8 == 0 && kMaxRows <= 128, "a tile holds 8, 16, ... 128 rows");
     static_assert(kStageBlocks == 1 || kStageBlocks == 2 || kStageBlocks == 4, "a stage holds 1, 2 or 4 k64 blocks");
+    static_assert(kItemStrips == 1 || kItemStrips == kStrips, "an item is a group of strips or one strip");
     static_assert(kSharedBytes == 0 || full >= staging_end, "the tile must leave room for barriers and lists");
     static_assert(kStages <= barrier_stages, "every stage has its barriers");
     static_assert(kWindow % producer_threads == 0, "every producer thread looks at the same number of runs");

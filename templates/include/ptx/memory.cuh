@@ -114,11 +114,6 @@ __device__ __forceinline__ uint4 load_whole(const void* pointer) {
     return v;
 }
 
-// Asks for `bytes` (a multiple of 16, from a 16-byte-aligned address) to be brought into L2.
-__device__ __forceinline__ void prefetch_l2(const void* pointer, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes));
-}
-
 // Asks for the 32-byte sector at an address to be brought into L2.
 __device__ __forceinline__ void prefetch_sector_l2(const void* pointer) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));

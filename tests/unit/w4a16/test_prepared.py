@@ -117,7 +117,7 @@ def test_values_are_the_manifests_arguments(problem):
     values = launch.gemm_values(*tensors, **scalars)
     for arm in _runtime.operator("moe_w4a16").arms.values():
         assert [arg.name for arg in arm.args] == list(values)
-    assert values["num_items"] >= values["num_blocks"] * -(-N // 256)
+    assert values["num_items"] >= values["num_blocks"] * (N // 64)
 
 
 @pytest.mark.parametrize("operator", [launch.CONTIGUOUS, launch.MASKED])
@@ -132,7 +132,7 @@ def test_grouped_values_are_the_manifests_arguments(problem, operator):
     values = gemm_values(x, packed.data, rows, out, packed.shape, Settings(None, False, False, 3, False, False))
     for arm in _runtime.operator(operator).arms.values():
         assert {arg.name for arg in arm.args} == set(values)
-    assert values["num_items"] >= EXPERTS * 2 * -(-N // 256), "two tiles of 32 rows, of 40 an expert"
+    assert values["num_items"] >= EXPERTS * 2 * (N // 64), "two tiles of 32 rows, of 40 an expert"
     assert values.get("wide_offsets", 1) == 1
 
 
@@ -199,6 +199,22 @@ def test_what_an_expert_can_have_follows_from_the_arguments():
     assert launch.most_rows({"num_rows": 400}, shape) == 9
     assert launch.most_rows({"num_rows": 384}, shape) == 8
     assert launch.most_rows({"rows_each": 256}, shape) == 256
+
+
+def test_few_rows_in_all_have_a_program_of_their_own_for_plans():
+    few, arch = "moe_w4a16.turns_r16", "sm_90a"
+    assert launch.few_arms(arch) == {"turns_r16"}
+    for n, k, experts in ((512, 7168, 384), (4096, 7168, 48), (64, 576, 1)):
+        shape = WeightShape(experts, n, k)
+        for hint in (0, 1, 30, 1 << 40):
+            assert launch.routed_program(shape, hint, arch, most_rows=1, all_rows=16) == few
+            assert launch.routed_program(shape, hint, arch, most_rows=1, all_rows=17) != few
+        assert launch.routed_program(shape, 1, arch, "moe_w4a16_contiguous", most_rows=1) != few
+    small = WeightShape(384, 7168, 256)
+    assert launch.routed_program(small, 1, arch, all_rows=16) == "moe_w4a16.wgmma_r32"
+    assert launch.routed_program(small, 1, arch, all_rows=17) == "moe_w4a16.resident_g4_r64"
+    assert launch.routed_program(WeightShape(384, 512, 7168), 1, "sm_100a", all_rows=1) == "moe_w4a16.mma_r32"
+    assert [launch.all_rows({"num_rows": rows, "top_k": 8}) for rows in (0, 1, 2, 3, 1 << 27)] == [0, 8, 16, 17, 17]
 
 
 def test_programs_are_found_by_rows_an_expert_and_by_name():

@@ -91,3 +91,17 @@ def test_the_table_takes_them_and_keeps_the_rest(tmp_path):
     rows = {tuple(row["archs"]): row["table"] for row in tomlkit.parse(text).unwrap()["routes"]}
     assert rows["sm_90a",] == [[0, 22, "mma_r32"], [23, 1 << 30, "wgmma_r64"]]
     assert "sm_100a" in str(rows)
+
+
+def test_routes_for_few_rows_are_not_swept_but_stay_and_the_others_go_round_them(tmp_path):
+    text = (_paths.registry_dir() / "moe_w4a16.toml").read_text()
+    last, box = (1 << 31) - 1, Box({"k": (576, 1 << 20)}, {}, w4a16.intervals({8: {"mma_r32": [1.0]}}, 0.02))
+    text = replace_routes(text, "sm_90a", [box], "a note", "all_rows")
+    table = tmp_path / "moe_w4a16.toml"
+    table.write_text(text)
+    tables.load(table)
+    rows = [row for row in tomlkit.parse(text).unwrap()["routes"] if row["archs"] == ["sm_90a"] and row["k"][0] == 576]
+    assert [(row["all_rows"], row["table"][0][2]) for row in rows] == [
+        ([0, 16], "turns_r16"),
+        ([17, last], "mma_r32"),
+    ]
