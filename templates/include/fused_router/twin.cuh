@@ -29,7 +29,7 @@ struct Twin {
     static constexpr u32 PIECES = K / 8;          // 16-byte parts of a row's ids
     static constexpr u32 CHUNKS = E / 128;        // of experts; a warp counts one
     static constexpr u32 SHARE = E / CLUSTER;     // of the experts, about which a CTA writes
-    static constexpr u32 kRowBarrier = 1;
+    static constexpr u32 kRowBarrier = 1, kPlanBarrier = 3;
     static constexpr u32 TOTALS_WARP = 3;
     static constexpr i32 LEVELS = ceil_div(ROWS, BLOCK_M > 0 ? BLOCK_M : 8);  // most blocks of an expert
     static_assert(CHUNKS < PLANNERS && SHARE <= 2 * kWarp && CLUSTER * PIECES <= kWarp, "experts and sends must fit the warps");
@@ -98,13 +98,12 @@ struct Twin {
                 if (ranker == WRITER) write_row(a, h, state.mine);
             }
         }
-        if (plans) {
-            ptx::mbarrier_wait_cluster(h.arrived, 0);
-            receive(a, h);
-        }
-        __syncthreads();
+        if (!plans) return;
+        ptx::mbarrier_wait_cluster(h.arrived, 0);
+        receive(a, h);
+        ptx::barrier_sync_aligned(kPlanBarrier, PLAN_THREADS);
         if (h.warp < CHUNKS) count(a, h);
-        __syncthreads();
+        ptx::barrier_sync_aligned(kPlanBarrier, PLAN_THREADS);
         if (ranker == SENDER && has_row) {
             write_pairs(a, h, state.mine, local);
         } else if (h.warp < 2) {
@@ -132,7 +131,7 @@ private:
         if (threadIdx.x == 0) ptx::mbarrier_arrive_expect(h.arrived, a.num_tokens * K * 2);
         ptx::store_shared_if(threadIdx.x < E / 4, h.rows + threadIdx.x * 16, make_uint4(0, 0, 0, 0));
         if (a.expert_map != nullptr && h.warp == PLANNERS) ptx::touch<E>(a.expert_map, h.lane);
-        __syncthreads();
+        ptx::barrier_sync_aligned(kPlanBarrier, THREADS);
         ptx::cluster_wait_acquire();
     }
 

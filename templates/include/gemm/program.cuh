@@ -69,9 +69,11 @@ struct FittingTiles {
     static_assert(((Rest::Tile::smem_bytes == smem_bytes) && ...), "one launch for all tiles");
     static_assert(((Rest::Tile::first_producer == First::Tile::first_producer) && ...), "one producer finds the runs");
     static_assert(((Rest::Tile::run_rows == First::Tile::run_rows) && ...), "one place for the runs");
+    static_assert(First::Tile::chosen % 8 == 0, "a barrier has 8 bytes and stands on such a border");
     static_assert(((Rest::Tile::choice == First::Tile::choice) && ...), "one place for the choice");
 
-    // The producer chooses; all others wait for what it has chosen, so that it comes last and does not wait.
+    // The producer chooses and goes on; all others wait for what it has chosen. By an mbarrier, at which the thread that stores the
+    // choice arrives itself: a named barrier that some arrive at and others wait at orders the same, but racecheck reports it.
     template <class Rows>
     static __device__ __forceinline__ void run(const Problem& problem, const Rows& rows) {
         using T = typename First::Tile;
@@ -80,17 +82,24 @@ struct FittingTiles {
         if (threadIdx.x == 0) {
             Body::template init_barriers<T>(shared);
             (init_others<typename Rest::Tile>(shared), ...);
+            ptx::mbarrier_init(shared + T::chosen, 1);
         }
         __syncthreads();
         const u32 warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0) - T::first_producer / 32;
         Window window{0, 0, true};
+        u32 choice;
         if (warp < T::producer_threads / 32) {
             window = first_window<Body, T>(rows, shared);
-            const u32 choice = fitting_tile<0, First, Rest...>(window);
-            if (threadIdx.x == T::first_producer) ptx::store_shared(shared + T::choice, choice);
+            choice = fitting_tile<0, First, Rest...>(window);
+            if (threadIdx.x == T::first_producer) {
+                ptx::store_shared(shared + T::choice, choice);
+                ptx::mbarrier_arrive(shared + T::chosen);
+            }
+            __syncwarp();
+        } else {
+            ptx::mbarrier_wait(shared + T::chosen, 0);
+            choice = ptx::load_shared(shared + T::choice);
         }
-        __syncthreads();
-        const u32 choice = ptx::load_shared(shared + T::choice);
         work_chosen<Body, 0, First, Rest...>(problem, rows, shared, __shfl_sync(kFullWarp, choice, 0), window);
     }
 

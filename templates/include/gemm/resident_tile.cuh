@@ -51,7 +51,7 @@ struct ResidentTile {
     static constexpr u32 run_slot = 1024, run_rows = run_slot + 4 * runs;
     static constexpr u32 run_expert = run_rows + 4 * runs, run_tile = run_expert + 4 * runs;
     static constexpr u32 run_later = run_tile + 4 * runs, run_counts = run_later + 4 * runs;
-    static constexpr u32 choice = run_counts + 4 * 16, slot_base = choice + 16;
+    static constexpr u32 choice = run_counts + 4 * 16, chosen = choice + 8, slot_base = choice + 16;
     static constexpr u32 staging = round_up(slot_base + slots * slot_bytes, 128u);
     static constexpr u32 tokens = round_up(staging + kGroups * staging_bytes, 1024u);
     static constexpr u32 smem_bytes = 232448;  // all that a CTA may have: the ring takes what is left

@@ -45,6 +45,7 @@ struct Tile {
     static constexpr u32 barrier_bytes = round_up(16 * (barrier_stages + kSlots), 16u);
     static constexpr u32 list_bytes = 4 * 4 * kWindow + 64;
     static constexpr u32 choice = kSharedBytes - 16;  // which of a program's tiles it is
+    static constexpr u32 chosen = choice + 8;         // the barrier that says that it is known
     static constexpr u32 full = kSharedBytes > 0 ? choice - list_bytes - barrier_bytes : kStages * stage_bytes;
     static constexpr u32 empty = full + 8 * barrier_stages;
     static constexpr u32 item_full = empty + 8 * barrier_stages;
