@@ -23,6 +23,9 @@ Combination = tuple[Constant, ...]
 """One value per choice key, in the order of `Domain.choice_keys`."""
 
 
+_FEW_BOXES = 64
+"""Boxes of a combination up to which each is compared with every other."""
+
 MAX_COMBINATIONS = 4096
 MAX_CELLS = 1 << 18
 """Combinations of choices, and cells of an architecture: far above any operator's; no manifest may cost minutes."""
@@ -113,6 +116,9 @@ def check_cover(axes: Sequence[Axis], routes: Sequence[Route]) -> list[str]:
         problems.extend(_check_route(domain, route))
     if problems:
         return problems
+    boxes = _boxes_of(domain, routes)
+    if all(_fill(domain.ranges, found) for found in boxes.values()):
+        return []
     most = _most_cells(domain, routes)
     if most > MAX_CELLS:
         return [f"the routes' bounds cut the domain into as many as {most} cells, expected at most {MAX_CELLS}"]
@@ -122,6 +128,26 @@ def check_cover(axes: Sequence[Axis], routes: Sequence[Route]) -> list[str]:
                 fault = f"more than one route ({', '.join(programs)})" if programs else "no route"
                 problems.append(f"{_cell_text(domain, combination, sides)}: {fault}")
     return problems
+
+
+def _fill(ranges: tuple[Axis, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes inside the ranges are known to cover each cell once: few, none meets another, and all together are
+    as large as the whole. Much quicker than a tree, which can say where they do not.
+    """
+    if len(boxes) > _FEW_BOXES:
+        return False
+    ordered = sorted(box.sides for box in boxes)
+    for place, sides in enumerate(ordered):
+        for other in ordered[place + 1 :]:
+            if ranges and other[0][0] > sides[0][1]:
+                break  # so do all that come after
+            if all(a[0] <= b[1] and b[0] <= a[1] for a, b in zip(sides, other, strict=True)):
+                return False
+    steps = [axis.step for axis in ranges]
+    whole = prod((axis.last - axis.first) // axis.step + 1 for axis in ranges)
+    return whole == sum(
+        prod((b - a) // step + 1 for (a, b), step in zip(box.sides, steps, strict=True)) for box in boxes
+    )
 
 
 def _most_cells(domain: Domain, routes: Sequence[Route]) -> int:
@@ -138,12 +164,17 @@ def _most_cells(domain: Domain, routes: Sequence[Route]) -> int:
 
 def build_trees(domain: Domain, routes: Sequence[Route]) -> dict[Combination, Tree]:
     """One tree per combination of choices. The routes' keys and bounds must have been checked."""
+    boxes = _boxes_of(domain, routes)
+    return {combination: _split(domain.ranges, 0, found) for combination, found in boxes.items()}
+
+
+def _boxes_of(domain: Domain, routes: Sequence[Route]) -> dict[Combination, list[Box]]:
     boxes: dict[Combination, list[Box]] = {combination: [] for combination in domain.combinations}
     for route in routes:
         combination = cast(Combination, tuple(route.where[key] for key in domain.choice_keys))
         sides = cast("tuple[Interval, ...]", tuple(route.where[axis.keys[0]] for axis in domain.ranges))
         boxes[combination].append(Box(sides, route.program))
-    return {combination: _split(domain.ranges, 0, found) for combination, found in boxes.items()}
+    return boxes
 
 
 def _split(ranges: tuple[Axis, ...], depth: int, boxes: list[Box]) -> Tree:

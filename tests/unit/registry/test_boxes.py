@@ -46,6 +46,18 @@ def test_a_partition_has_no_problems_and_every_lookup_agrees_with_a_plain_search
         assert [index.find("sm_90a", {"a": a, "b": b})] == [r.program for r in inside]
 
 
+@pytest.mark.parametrize("strips", [2, 64, 65, 200])
+def test_many_routes_are_checked_as_few_are(strips):
+    axes = (s.Axis(keys=("a",), first=0, last=strips - 1), RANGES[1])
+    routes = [s.Route(where={"a": (i, i), "b": (8, 40)}, program=f"toy.p{i}") for i in range(strips)]
+    assert check_cover(axes, routes) == []
+    assert [gap for gap in check_cover(axes, routes[:-1]) if "no route" in gap]
+    wide = s.Route(where={"a": (0, 1), "b": (8, 40)}, program="toy.wide")
+    assert [overlap for overlap in check_cover(axes, [wide, *routes[1:]]) if "more than one route" in overlap]
+    doubled = [*routes[:-1], routes[0]]  # as large as the domain, all in all
+    assert len(check_cover(axes, doubled)) == 2
+
+
 @given(partitions(), st.data())
 def test_a_missing_route_is_a_gap_and_a_doubled_one_an_overlap(routes, data):
     chosen = data.draw(st.sampled_from(routes))
