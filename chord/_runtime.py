@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,9 @@ from chord.errors import NoProgramError
 from chord.registry import Registry
 from chord.registry.architectures import of_capability
 from chord.registry.schema import Operator
+
+with suppress(ImportError):  # the first launch says what is missing; it should not wait 20 ms for what is there
+    import_module("cuda.bindings.driver")
 
 
 class Prepared(NamedTuple):

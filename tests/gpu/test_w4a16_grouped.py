@@ -259,17 +259,22 @@ def test_sorted_rows_beyond_two_to_the_31(form, device):
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_rows_that_a_slab_could_hold_cost_nothing(swiglu, device):
-    """Slabs of 4 and 64 times the rows take the time of slabs that are full."""
+    """A program takes the same time for slabs of 4 and 64 times the rows as for full ones. Where there can be so many,
+    one runs that decides on the device: about 3 us more than the one that full slabs of this size select.
+    """
     shape, count = WeightShape(48, 4096, 2048, gated=True), 16
     packed = checks.weights_of(shape, device, 0)[2]
     counts = torch.full((shape.experts,), count, dtype=torch.int32, device=device)
     calls, kept = {}, []
     for times in (1, 4, 64):
         x = torch.randn(shape.experts, times * count, shape.k, device=device).to(torch.bfloat16)
-        kept.append(chord.prepare_moe_w4a16_masked(x, packed, counts, expected_rows=count, swiglu=swiglu))
-        calls[str(times)] = kept[-1].launch
+        for program in (None, "moe_w4a16_masked.wgmma_r32", "moe_w4a16_masked.wgmma_fit"):
+            options = {"expected_rows": count, "swiglu": swiglu, "program": program}
+            kept.append(chord.prepare_moe_w4a16_masked(x, packed, counts, **options))
+            calls[f"{program} {times}"] = kept[-1].launch
     found = {name: summarize(times).median for name, times in EventTimer(60).measure(calls, 21).items()}
-    assert max(found["4"], found["64"]) <= 1.03 * found["1"], found
+    for program, most in (("moe_w4a16_masked.wgmma_r32", 1.03), ("moe_w4a16_masked.wgmma_fit", 1.03), (None, 1.1)):
+        assert max(found[f"{program} 4"], found[f"{program} 64"]) <= most * found[f"{program} 1"], found
 
 
 @pytest.mark.parametrize("form", grouped.FORMS)

@@ -75,6 +75,19 @@ def test_importing_chord_imports_nothing_big():
     assert done.stdout.strip() == "['chord', 'chord._version']"
 
 
+def test_the_operators_bring_the_drivers_bindings_and_the_registry_does_not():
+    pytest.importorskip("torch", reason="the operators need torch")
+    script = (
+        "import sys, torch; sys.modules.pop('cuda.bindings.driver', None); import chord; {}; print('{}' in sys.modules)"
+    )
+    driver = "cuda.bindings.driver"
+    assert run(script.format("chord.fused_router", driver)).stdout == "True\n"
+    assert run(script.format("chord.Registry", driver)).stdout == "False\n"
+    missing = "import sys, torch; sys.modules['cuda.bindings.driver'] = None; import chord; print(chord.fused_router)"
+    assert run(missing).returncode == 0
+    assert "fused_router" in run(missing).stdout
+
+
 def test_public_names_and_modules():
     from chord.registry import Kernel, PreparedLaunch, Registry, Selection
 
