@@ -109,6 +109,16 @@ def test_router_weights_on_the_input_are_refused_when_the_layer_is_made() -> Non
         host.routed_experts(host.moe_config(**SHAPE), config_of(), apply_router_weight_on_input=True)
 
 
+def test_a_backend_that_is_not_heeded_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            host.routed_experts(host.moe_config(**SHAPE, backend="marlin"), config_of())
+        host.routed_experts(host.moe_config(**SHAPE), config_of())
+    said = [record.getMessage() for record in caplog.records if "--moe-backend" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("--moe-backend marlin chooses among vLLM's own kernels")
+
+
 def test_a_shard_that_no_kernel_takes_is_refused() -> None:
     config = host.moe_config(**{**SHAPE, "intermediate": 96})
     with pytest.raises(ValueError, match=r"k: expected a positive multiple of 64, got 96 .*intermediate size 96"):

@@ -20,6 +20,7 @@ from chord.integrations.vllm.limits import check_layer
 from chord.w4a16 import PackedW4A16
 
 _log = logging.getLogger(f"vllm.{__name__}")
+_backends_said: set[str] = set()
 
 
 class ChordMoEMethod(FusedMoEMethodBase):
@@ -29,6 +30,7 @@ class ChordMoEMethod(FusedMoEMethodBase):
         super().__init__(config)
         self.layer_name = layer_name
         check_layer(config, layer_name, silu=MoEActivation.SILU)
+        _say_what_is_not_heeded(config.moe_backend)
         self.experts_cls: type[ChordExperts] = experts_for(config)
         supported, reason = self.experts_cls.is_supported_config(
             self.experts_cls, config, kInt4Static32, None, self.experts_cls.activation_format()
@@ -114,3 +116,14 @@ class ChordMoEMethod(FusedMoEMethodBase):
             sizes = {"max_num_tokens": routing.max_num_tokens_per_rank(), "num_dispatchers": routing.num_dispatchers()}
         experts = self.experts_cls(self._weights[0], self._weights[1], self.moe, self.moe_quant_config, **sizes)
         return mk.FusedMoEKernel(routing, experts)
+
+
+def _say_what_is_not_heeded(backend: str) -> None:
+    """Once for each: that a backend was asked for of which the quantization method leaves nothing to choose."""
+    if backend != "auto" and backend not in _backends_said:
+        _backends_said.add(backend)
+        _log.warning(
+            "--moe-backend %s chooses among vLLM's own kernels and changes nothing for INT4 experts here: "
+            "--quantization chord has them run on chord's. Leave one of the two options out",
+            backend,
+        )
