@@ -293,6 +293,8 @@ def route_intervals(
         fixed["most_rows"] = min(most_rows, MAX_EXPERT_ROWS)
     if all_rows is not None:
         check_int("all_rows", all_rows, 0)
+        if operator != OPERATOR:
+            raise ValueError(f"all_rows: expected with {OPERATOR} alone, {operator} has no routes by it; leave it out")
     if operator == OPERATOR:
         fixed["all_rows"] = _MAX_ROWS if all_rows is None else min(all_rows, _MAX_ROWS)
     found = []

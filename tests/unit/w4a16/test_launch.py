@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from chord import _runtime
+from chord import _paths, _runtime
 from chord.w4a16 import launch
 
 
@@ -16,6 +17,8 @@ def test_the_least_tile_is_that_of_the_tables():
         programs = _runtime.operator(operator).programs.values()
         tallest = [program.constants.get("low_rows", program.constants["max_rows"]) for program in programs]
         assert min(tallest) >= launch._LEAST_TILE_ROWS, operator
+    header = (_paths.data_root() / "templates/include/gemm/rows_few.cuh").read_text()
+    assert re.findall(r"kLeastTile = (\d+);", header) == [str(launch._LEAST_TILE_ROWS)], "there each run is one tile"
 
 
 @pytest.fixture

@@ -164,6 +164,8 @@ def test_grouped_operators_have_the_arms_of_the_indexed_one():
             assert [r._replace(program=r.program.replace(name, launch.OPERATOR)) for r in routes] == twins
     with pytest.raises(ValueError, match="operator: expected one of moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked"):
         chord.route_intervals(4096, 7168, 48, "sm_90a", "route_plan")
+    with pytest.raises(ValueError, match="all_rows: expected with moe_w4a16 alone, moe_w4a16_masked has no routes"):
+        chord.route_intervals(4096, 7168, 48, "sm_90a", launch.MASKED, all_rows=8)
 
 
 FITS = "low_mean"  # the constant of programs that decide on the device
