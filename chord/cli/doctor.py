@@ -111,10 +111,13 @@ def _receipt_check(opened: Registry) -> Check:
     except ReceiptError as error:
         return Check("receipts", "failed", str(error))
     found = ", ".join(f"{arch} {sum(found)} of {len(found)} programs" for arch, found in ran.items())
+    advice = "chord qualify writes them"
+    if opened.signed_by:  # others do not count
+        advice = "chord qualify --key writes signed ones, chord sign --receipt signs those that are there"
     if not opened.require_receipt:
-        return Check("receipts", "ok", found, "chord qualify writes them")
+        return Check("receipts", "ok", found, advice)
     if not any(map(any, ran.values())):
-        return Check("receipts", "failed", found, "required, so that nothing can be loaded: chord qualify writes them")
+        return Check("receipts", "failed", found, f"required, so that nothing can be loaded: {advice}")
     return Check("receipts", "ok", found, "required: no other program is loaded")
 
 

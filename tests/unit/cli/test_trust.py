@@ -147,8 +147,9 @@ def test_receipts_that_do_not_count_are_told_apart(tree: Path, tmp_path: Path) -
     def told() -> tuple[bool, str]:
         shown = run("ls", "--registry", str(tree), CHORD_KEY=str(public)).stdout
         checks = json.loads(run("doctor", "--registry", str(tree), "--json", CHORD_KEY=str(public)).stdout)
-        (found,) = (check["found"] for check in checks if check["what"] == "receipts")
-        return "NVIDIA H200 (not signed by a required key)" in shown, found.partition(" of ")[0]
+        (check,) = (check for check in checks if check["what"] == "receipts")
+        assert "chord sign --receipt" in check["advice"], "one that is written without a key would not count"
+        return "NVIDIA H200 (not signed by a required key)" in shown, check["found"].partition(" of ")[0]
 
     assert told() == (True, "sm_90a 0")
     chord("sign", "--key", secret, "--receipt", path)
