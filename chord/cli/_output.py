@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from chord.errors import ReceiptError, VerificationError
 from chord.registry import Registry
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -44,8 +45,10 @@ def open_registry(
     return Registry.open(path, pin, lock=lock, key=key, relock=relock, resign=resign, path_name="--registry")
 
 
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters but tab and newline, and what stands for bytes that are no UTF-8."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, those that turn the direction of text, and what stands for bytes that are no
+UTF-8.
+"""
 
 
 def printable(text: str) -> str:
@@ -54,6 +57,11 @@ def printable(text: str) -> str:
     Names of files come from others: one could repaint what `chord verify` says of it, or end the command.
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same for a message about a file that was found, which has no line breaks but those of the file's name."""
+    return printable(text).replace("\n", "\\n")
 
 
 class _Console(Console):
@@ -78,7 +86,9 @@ def errors() -> Console:
 
 def fail(error: BaseException | str) -> None:
     """Print an error without markup, so that brackets in its text survive."""
-    errors().print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    found = isinstance(error, (ReceiptError, VerificationError))  # each about one file, which others may have named
+    text = one_line(str(error)) if found else error
+    errors().print(f"error: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chord.cli._output import Json, RegistryPath, console, open_registry, print_json
+from chord.cli._output import Json, RegistryPath, console, one_line, open_registry, print_json
 from chord.cli.build import Jobs, as_selection, as_tree, run_check
 
 
@@ -46,9 +46,8 @@ def verify(
             print_json(document)
     else:
         for finding in report.findings:
-            console().print(
-                f"{finding.kind}: {finding.message}", style="red", markup=False, highlight=False, soft_wrap=True
-            )
+            text = one_line(f"{finding.kind}: {finding.message}")
+            console().print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         console().print(
             f"{report.checked} cubins checked in {opened.store.root}: {summary}", highlight=False, soft_wrap=True

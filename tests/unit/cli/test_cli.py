@@ -163,8 +163,8 @@ def test_doctor_goes_on_where_the_store_cannot_be_listed(tree: Path, monkeypatch
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
 def test_names_of_files_reach_no_terminal_as_they_are(tree: Path, encoding: str) -> None:
-    """Escape sequences, a carriage return and bytes that are no UTF-8: shown, not obeyed, and no reason to stop."""
-    stranger = os.fsencode(tree / "build/out/cubins") + b"/\xff\r\x1b[2Kgood.cubin"
+    """Escape sequences, line ends and bytes that are no UTF-8: shown, not obeyed, and no reason to stop."""
+    stranger = os.fsencode(tree / "build/out/cubins") + b"/\xff\r\x1b[2Kgood.cubin\n9 cubins checked"
     Path(os.fsdecode(stranger)).touch()
     try:
         done = run("verify", "--registry", tree, PYTHONIOENCODING=encoding)
@@ -173,7 +173,7 @@ def test_names_of_files_reach_no_terminal_as_they_are(tree: Path, encoding: str)
     finally:
         Path(os.fsdecode(stranger)).unlink()
     assert done.returncode == 1
-    assert "\\udcff\\r\\x1b[2Kgood.cubin: the manifest does not name it" in done.stdout
+    assert "\\udcff\\r\\x1b[2Kgood.cubin\\n9 cubins checked: the manifest does not name it" in done.stdout
     assert not {"\r", "\x1b"} & set(done.stdout + done.stderr)
     assert found["unlisted"] == 1
     assert "\\udcff\\r\\x1b[2Kgood.cubin" in found["findings"][0]["message"]

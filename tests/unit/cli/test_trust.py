@@ -191,6 +191,13 @@ def test_receipts_are_shown(tree: Path, tmp_path: Path) -> None:
     assert "is not a receipt" in chord("ls", "--registry", tree, code=1)
 
 
+def test_the_name_of_a_file_that_is_no_receipt_is_one_line(tree: Path) -> None:
+    folder = tree / receipts.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "a\nall is well\u202e.json").write_text("{}")
+    assert "a\\nall is well\\u202e.json is not a receipt" in chord("ls", "--registry", tree, code=1)
+
+
 def test_doctor_counts_what_passed(tree: Path) -> None:
     leave_receipt(tree, "toy.many.w64.l2.f32", passed=False)
     checks = {check["what"]: check for check in json.loads(run("doctor", "--registry", str(tree), "--json").stdout)}
