@@ -12,7 +12,7 @@ from chord import _runtime
 from chord._runtime import Prepared
 from chord.errors import ManifestError, NoProgramError
 from chord.registry import Kernel, PreparedLaunch
-from chord.registry.schema import Program
+from chord.registry.schema import Operator, Program
 from chord.router.validate import check_int
 from chord.w4a16.layout import LAYOUT_VERSION, WeightShape
 
@@ -25,6 +25,7 @@ SUMS = "moe_w4a16_combine"
 MOVERS = {"moe_swiglu": 2, "moe_scatter": 2, "moe_combine": 2, SUMS: 1}
 """The operators that move and sum rows, likewise."""
 MAX_EXPERT_ROWS = 1 << 30
+_BELONG = "install the chord and the registry that belong together"
 
 _LEAST_TILE_ROWS = 16  # the shortest of the programs' tallest tiles: bounds how many tiles a block can give
 _MAX_ITEMS = _MAX_ROWS = (1 << 31) - 1  # of rows: that the axis all_rows knows
@@ -208,14 +209,14 @@ def all_rows(values: Mapping[str, int]) -> int:
 @lru_cache(maxsize=4)
 def _last_few(operator: str) -> int:
     """The most rows that a route for few of them names."""
-    routes = (route for found in _runtime.operator(operator).routes.values() for route in found)
+    routes = (route for found in _definition(operator).routes.values() for route in found)
     sides = (side for route in routes if isinstance(side := route.where["all_rows"], tuple))
     return max((last for _, last in sides if last < _MAX_ROWS), default=0)
 
 
 def few_arms(arch: str) -> frozenset[str]:
     """Arms of moe_w4a16 that routes for few rows alone name."""
-    operator = _runtime.operator(OPERATOR)
+    operator = _definition(OPERATOR)
     few: dict[bool, set[str]] = {True: set(), False: set()}
     for route in operator.routes.get(arch, ()):
         side = route.where["all_rows"]
@@ -297,8 +298,8 @@ def route_intervals(
             raise ValueError(f"all_rows: expected with {OPERATOR} alone, {operator} has no routes by it; leave it out")
     if operator == OPERATOR:
         fixed["all_rows"] = _MAX_ROWS if all_rows is None else min(all_rows, _MAX_ROWS)
-    found = []
-    for route in _runtime.operator(operator).routes.get(arch, ()):
+    definition, found = _definition(operator), []
+    for route in definition.routes.get(arch, ()):
         sides = {key: side for key, side in route.where.items() if isinstance(side, tuple)}
         first, last = sides["expert_rows"]
         if most_rows is None:
@@ -306,9 +307,22 @@ def route_intervals(
         if first <= last and all(sides[key][0] <= value <= sides[key][1] for key, value in fixed.items()):
             found.append(Interval(first, last, route.program))
     if not found:
-        known = ", ".join(_runtime.operator(operator).routes) or "none"
+        known = ", ".join(definition.routes) or "none"
         raise NoProgramError(f"{operator}: no routes for {arch}; this registry has them for {known}")
     return sorted(found)
+
+
+def _definition(operator: str) -> Operator:
+    """One of GEMMS in the manifest. Raises ManifestError unless its routes go by what is known here."""
+    found = _runtime.operator(operator)
+    keys = {key for axis in found.axes for key in axis.keys}
+    wanted = {"expert_rows", "most_rows", "n", "k", "experts"} | ({"all_rows"} if operator == OPERATOR else set())
+    if keys != wanted:
+        raise ManifestError(
+            f"{operator}: this chord chooses among programs by {', '.join(sorted(wanted))}, the manifest by "
+            f"{', '.join(sorted(keys))}; {_BELONG}"
+        )
+    return found
 
 
 def _chosen(
@@ -392,10 +406,7 @@ def _load(operator: str, device: int, program: str) -> Kernel:
     version = _runtime.operator(operator).abi_version
     wanted = (GEMMS | MOVERS).get(operator, LAYOUT_VERSION)
     if version != wanted:
-        raise ManifestError(
-            f"{operator}: this chord expects version {wanted}, the manifest has {version}; install the chord and the "
-            "registry that belong together"
-        )
+        raise ManifestError(f"{operator}: this chord expects version {wanted}, the manifest has {version}; {_BELONG}")
     return _runtime.registry().load(program, device=device)
 
 

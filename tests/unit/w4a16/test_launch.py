@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from chord import _paths, _runtime
+from chord.errors import ManifestError
 from chord.w4a16 import launch
 
 
@@ -19,6 +21,22 @@ def test_the_least_tile_is_that_of_the_tables():
         assert min(tallest) >= launch._LEAST_TILE_ROWS, operator
     header = (_paths.data_root() / "templates/include/gemm/rows_few.cuh").read_text()
     assert re.findall(r"kLeastTile = (\d+);", header) == [str(launch._LEAST_TILE_ROWS)], "there each run is one tile"
+
+
+def test_r10_a_registry_whose_programs_are_chosen_otherwise_is_refused(monkeypatch):
+    """Such as one that was made before the axis all_rows was there, of the same version."""
+    known = _runtime.operator(launch.OPERATOR)
+    axes = tuple(axis for axis in known.axes if axis.keys != ("all_rows",))
+    monkeypatch.setattr(_runtime, "operator", lambda name: msgspec.structs.replace(known, axes=axes))
+    launch._last_few.cache_clear()
+    asked = {
+        "routes": lambda: launch.route_intervals(4096, 7168, 48, "sm_90a"),
+        "rows": lambda: launch.all_rows({"num_rows": 1, "top_k": 8}),
+        "tuning": lambda: launch.few_arms("sm_90a"),
+    }
+    for ask in asked.values():
+        with pytest.raises(ManifestError, match=r"by all_rows, .* the manifest by expert_rows, .* belong together"):
+            ask()
 
 
 @pytest.fixture
