@@ -30,6 +30,7 @@ from chord.router import (
 )
 from chord.router import launch as router_launch
 from chord.router.experts import resolve_local_experts
+from chord.router.ops import empty_results
 from chord.router.plan import empty_route_plan
 from chord.router.validate import (
     LOGITS_DTYPES,
@@ -178,10 +179,7 @@ def eager_parts(logits: torch.Tensor, bias: torch.Tensor, top_k: int, block_m: i
         check_memory({"logits": logits, "bias": bias}, {})
 
     def allocate() -> tuple[torch.Tensor, torch.Tensor, RoutePlan]:
-        shape = logits.shape[0], top_k
-        weights = torch.empty(shape, dtype=torch.float32, device=device)
-        ids = torch.empty(shape, dtype=torch.int32, device=device)
-        return weights, ids, empty_route_plan(shape[0], top_k, experts, block_m, device)
+        return *empty_results(logits, top_k), empty_route_plan(logits.shape[0], top_k, experts, block_m, device)
 
     run = partial(router_launch.fused_router, logits, bias, block_m, True, 1.0, None, *allocate())
     return {"checks": check, "buffers": allocate, "launch": run}

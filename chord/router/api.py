@@ -68,8 +68,7 @@ def fused_router(
     if plan is None:
         topk_weights, topk_ids, *buffers = torch.ops.chord.fused_router.default(logits, bias, *scalars)
         return RouterOutput(topk_weights, topk_ids, RoutePlan(*buffers))
-    topk_weights = torch.empty((logits.shape[0], top_k), dtype=torch.float32, device=logits.device)
-    topk_ids = torch.empty((logits.shape[0], top_k), dtype=torch.int32, device=logits.device)
+    topk_weights, topk_ids = ops.empty_results(logits, top_k)
     torch.ops.chord.fused_router_out.default(logits, bias, *scalars, topk_weights, topk_ids, *plan)
     return RouterOutput(topk_weights, topk_ids, plan)
 

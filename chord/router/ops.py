@@ -50,7 +50,8 @@ RouterTensors = tuple[
 ]
 
 
-def _empty_results(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_results(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids, [M, top_k], yet to be written."""
     shape, device = (logits.shape[0], top_k), logits.device
     return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
 
@@ -94,7 +95,7 @@ def _router_new(
     check_factor(routed_scaling_factor)
     _check_router(logits, bias, top_k, block_m, expert_map, num_local_experts)
     check_memory({"logits": logits, "bias": bias, **_optional("local_experts", expert_map)}, {})
-    topk_weights, topk_ids = _empty_results(logits, top_k)
+    topk_weights, topk_ids = empty_results(logits, top_k)
     plan = empty_route_plan(logits.shape[0], top_k, num_local_experts, block_m, logits.device)
     run_router(logits, bias, block_m, renormalize, routed_scaling_factor, expert_map, topk_weights, topk_ids, plan)
     return (topk_weights, topk_ids, *plan)
@@ -178,7 +179,7 @@ def _router_fake(
 ) -> RouterTensors:
     _check_router(logits, bias, top_k, block_m, expert_map, num_local_experts)
     plan = empty_route_plan(logits.shape[0], top_k, num_local_experts, block_m, logits.device)
-    return (*_empty_results(logits, top_k), *plan)
+    return (*empty_results(logits, top_k), *plan)
 
 
 def _router_out_fake(

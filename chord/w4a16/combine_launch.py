@@ -29,8 +29,9 @@ def prepare(
 ) -> Prepared:
     """Binds what `combine` would launch to checked buffers; follows torch's current stream. Named after the GEMM."""
     values, sums = _gemm_values(given, shape, routed), _sum_values(given, routed, out)
-    return launch.prepare_with_sums(
-        values, sums, given.x.device.index, shape, given.expert_rows, given.invariant, program, (given, routed, out)
+    device, owners = given.x.device.index, (given, routed, out)
+    return launch.prepare(
+        launch.OPERATOR, values, device, shape, given.expert_rows, given.invariant, program, owners, sums
     )
 
 

@@ -102,10 +102,16 @@ def prepare(
     invariant: bool,
     program: str | None,
     owners: object,
+    sums: dict[str, int] | None = None,
 ) -> Prepared:
-    """Binds what `launch` would launch; the result keeps `owners`, the buffers, alive."""
+    """Binds what `launch` would launch, or with `sums` what `launch_with_sums` would, as one launch that asks for the
+    stream once. Named after the GEMM; the result keeps `owners`, the buffers, alive.
+    """
+    stream = _runtime.stream_provider(device)
     kernel = _chosen(operator, device, shape, values, expert_rows, invariant, program)
-    bound = kernel.prepare(values, stream=_runtime.stream_provider(device), owners=owners)
+    behind = None if sums is None else _row_mover(SUMS, device, sums["num_units"]).prepare(sums, stream=stream)
+    bound = kernel.prepare(values, stream=stream, owners=owners)
+    bound = bound if behind is None else bound.followed_by(behind)
     bound.make_ready(_runtime.raw_stream(device))
     return Prepared(bound, kernel.name)
 
@@ -122,25 +128,6 @@ def launch_with_sums(
     behind = _row_mover(SUMS, device, sums["num_units"])
     launch(OPERATOR, values, device, shape, expert_rows, invariant)
     _launch(behind, device, sums)
-
-
-def prepare_with_sums(
-    values: dict[str, int],
-    sums: dict[str, int],
-    device: int,
-    shape: WeightShape,
-    expert_rows: int,
-    invariant: bool,
-    program: str | None,
-    owners: object,
-) -> Prepared:
-    """Binds a GEMM and the sums behind it as one launch, which asks for the stream once. Named after the GEMM."""
-    stream = _runtime.stream_provider(device)
-    gemm = _chosen(OPERATOR, device, shape, values, expert_rows, invariant, program)
-    behind = _row_mover(SUMS, device, sums["num_units"])
-    bound = gemm.prepare(values, stream=stream, owners=owners).followed_by(behind.prepare(sums, stream=stream))
-    bound.make_ready(_runtime.raw_stream(device))
-    return Prepared(bound, gemm.name)
 
 
 def gemm_values(
@@ -203,13 +190,13 @@ def most_rows(values: Mapping[str, int], shape: WeightShape) -> int:
 
 def all_rows(values: Mapping[str, int]) -> int:
     """Rows that all experts can have together, by moe_w4a16's arguments; no more are told apart than routes do."""
-    return min(values["num_rows"] * values["top_k"], _last_few(OPERATOR) + 1)
+    return min(values["num_rows"] * values["top_k"], _last_few() + 1)
 
 
-@lru_cache(maxsize=4)
-def _last_few(operator: str) -> int:
-    """The most rows that a route for few of them names."""
-    routes = (route for found in _definition(operator).routes.values() for route in found)
+@lru_cache(maxsize=1)
+def _last_few() -> int:
+    """The most rows that a route of moe_w4a16 for few of them names."""
+    routes = (route for found in _definition(OPERATOR).routes.values() for route in found)
     sides = (side for route in routes if isinstance(side := route.where["all_rows"], tuple))
     return max((last for _, last in sides if last < _MAX_ROWS), default=0)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
+import kimiexample
 import pytest
 import torch
 
@@ -161,21 +161,14 @@ def test_a_checkpoint_loads_through_vllms_loader(split: str) -> None:
 
 def test_the_examples_checkpoint_gives_what_the_layer_gives(tmp_path: Path) -> None:
     """Written by the example, loaded by vLLM's loader and by chord.W4A16Experts: equal bytes and equal outputs."""
-    pytest.importorskip("safetensors", reason="checkpoints need safetensors")
-    from safetensors.torch import load_file
-
     import chord
 
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/kimi_checkpoint.py"))
-    example["write"](tmp_path)
-    sizes = {"experts": example["EXPERTS"], "top_k": example["TOP_K"]}
-    sizes |= {"hidden": example["HIDDEN"], "intermediate": example["INTERMEDIATE"]}
-    config = entry().from_config({**example["QUANTIZATION"]})
-    layer = host.routed_experts(host.moe_config(**sizes), config, example["PREFIX"])
-    tensors = [pair for file in sorted(tmp_path.glob("*.safetensors")) for pair in load_file(file).items()]
-    list(layer.load_weights((name.removeprefix(f"{example['PREFIX']}."), tensor) for name, tensor in tensors))
+    example = kimiexample.written(tmp_path)
+    config = entry().from_config({**example.quantization})
+    layer = host.routed_experts(host.moe_config(**example.sizes), config, example.prefix)
+    list(layer.load_weights((name.removeprefix(f"{example.prefix}."), each) for name, each in example.tensors.items()))
     layer.quant_method.process_weights_after_loading(layer)
-    own = chord.W4A16Experts.from_safetensors(tmp_path, example["PREFIX"], device=layer.w13_weight.device)
+    own = chord.W4A16Experts.from_safetensors(tmp_path, example.prefix, device=layer.w13_weight.device)
     assert torch.equal(layer.w13_weight, own.w13)
     assert torch.equal(layer.w2_weight, own.w2)
     given = host.routed(33, layer.moe_config, 5, missing=True)

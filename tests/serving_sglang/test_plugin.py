@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
 import types
 from pathlib import Path
 
+import kimiexample
 import pytest
 import torch
 
@@ -151,18 +151,11 @@ def test_the_log_says_which_kernels_serve(monkeypatch: pytest.MonkeyPatch, caplo
 
 def test_the_examples_checkpoint_gives_what_the_layer_gives(tmp_path: Path) -> None:
     """Written by the example, loaded by SGLang's loader and by chord.W4A16Experts: equal bytes and equal outputs."""
-    pytest.importorskip("safetensors", reason="checkpoints need safetensors")
-    from safetensors.torch import load_file
-
     import chord
 
-    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/kimi_checkpoint.py"))
-    example["write"](tmp_path)
-    sizes = {"experts": example["EXPERTS"], "top_k": example["TOP_K"]}
-    sizes |= {"hidden": example["HIDDEN"], "intermediate": example["INTERMEDIATE"]}
-    layer, prefix = sglanghost.layer(**sizes), example["PREFIX"]
-    tensors = {name: t for file in tmp_path.glob("*.safetensors") for name, t in load_file(file).items()}
-    for expert in range(sizes["experts"]):
+    example = kimiexample.written(tmp_path)
+    layer, prefix, tensors = sglanghost.layer(**example.sizes), example.prefix, example.tensors
+    for expert in range(example.sizes["experts"]):
         for shard, projection in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
             stem = f"{prefix}.{expert}.{projection}.weight"
             sglanghost.send(layer, expert, shard, tensors[f"{stem}_packed"], tensors[f"{stem}_scale"])
@@ -171,7 +164,7 @@ def test_the_examples_checkpoint_gives_what_the_layer_gives(tmp_path: Path) -> N
     own = chord.W4A16Experts.from_safetensors(tmp_path, prefix, device=device)
     assert torch.equal(layer.w13_weight, own.w13)
     assert torch.equal(layer.w2_weight, own.w2)
-    given = sglanghost.routed(11, torch.Generator(device).manual_seed(3), **sizes)
+    given = sglanghost.routed(11, torch.Generator(device).manual_seed(3), **example.sizes)
     assert torch.equal(sglanghost.forward(layer, given), own(given.x, given.weights, given.ids))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from chord.integrations.vllm.limits import check_layer
 from chord.w4a16 import PackedW4A16
 
 _log = logging.getLogger(f"vllm.{__name__}")
-_backends_said: set[str] = set()
 
 
 class ChordMoEMethod(FusedMoEMethodBase):
@@ -118,10 +118,10 @@ class ChordMoEMethod(FusedMoEMethodBase):
         return mk.FusedMoEKernel(routing, experts)
 
 
+@cache
 def _say_what_is_not_heeded(backend: str) -> None:
     """Once for each: that a backend was asked for of which the quantization method leaves nothing to choose."""
-    if backend != "auto" and backend not in _backends_said:
-        _backends_said.add(backend)
+    if backend != "auto":
         _log.warning(
             "--moe-backend %s chooses among vLLM's own kernels and changes nothing for INT4 experts here: "
             "--quantization chord has them run on chord's. Leave one of the two options out",
