@@ -19,6 +19,8 @@ class Tuning:
     results: Results
     boxes: list[Box] = field(default_factory=list)
     """Routes of the classes that were measured to the end."""
+    boxes_of: dict[str, list[Box]] = field(default_factory=dict)
+    """Routes of operators that borrow the arms, where theirs differ."""
     kept: str = ""
     """The range axis whose beginning no sweep measures: routes that end before the axis does stay as they are."""
     problems: list[str] = field(default_factory=list)
@@ -47,7 +49,9 @@ def write_tuned(tuning: Tuning, folder: Path, table: Path | None = None) -> Path
         own = table or _paths.registry_dir() / f"{tuning.operator}.toml"
         write_routes(own, tuning.arch, tuning.boxes, note, tuning.kept)
         for each in borrowers(tuning.operator, own.parent):
-            write_routes(each, tuning.arch, tuning.boxes, f"as {tuning.operator}: {note}")
+            write_routes(
+                each, tuning.arch, tuning.boxes_of.get(each.stem, tuning.boxes), f"as {tuning.operator}: {note}"
+            )
     return path
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -31,9 +32,11 @@ from chord.tune.sweep import Budget, GpuLostError, attempt
 from chord.tune.table import Box
 from chord.tune.tuning import Tuning
 from chord.w4a16 import PreparedMoeW4A16, prepare_moe_w4a16
-from chord.w4a16.launch import MAX_EXPERT_ROWS, OPERATOR, few_arms, serves
+from chord.w4a16.launch import MASKED, MAX_EXPERT_ROWS, OPERATOR, few_arms, serves
 
-EXPERT_ROWS = (1, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 384)
+EXPERT_ROWS = (1, 4, 8, 16, 20, 22, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256, 384)
+SUITS = 1.1
+"""An arm that takes no more than this by the best one's time is still suited: wrong expectations may cost 1.15."""
 SCENARIOS = ("ep8_decode", "tp8")
 """Where tokens are those of this GPU, so that rows of an expert = tokens * TOP_K / experts."""
 
@@ -76,8 +79,9 @@ def tune(
                 progress(row)
             save(results)
         if not tuning.stopped:
-            fitting = {program.arm for program in _programs(tuning.arch).values() if "low_mean" in program.constants}
-            tuning.boxes += _boxes(times, wrong, hysteresis, fitting)
+            programs = _programs(tuning.arch).values()
+            tuning.boxes += _boxes(times, programs, wrong, hysteresis)
+            tuning.boxes_of[MASKED] = list(_boxes(times, programs, wrong, hysteresis, wrong_by=8))
     except KeyboardInterrupt:
         tuning.stopped = "interrupted"
     except GpuLostError as error:
@@ -95,21 +99,75 @@ def k_sides(limits: Iterable[int | None]) -> list[Side]:
 
 
 def _boxes(
-    times: Mapping[Side, Mapping[int, dict[str, list[float]]]], wrong: set[str], hysteresis: float, fitting: set[str]
+    times: Mapping[Side, Times], programs: Iterable[Program], wrong: set[str], hysteresis: float, wrong_by: int = 1
 ) -> Iterator[Box]:
     """Routes for each piece of the axis k that a measured shape lies in, a box for each arm's part of most_rows.
 
-    Where fewer rows are expected than an arm is for, the best of the `fitting` arms serves, which decide on the device.
+    All of one main loop, the faster one, so that a row's bits do not change with the number of rows. Where fewer rows
+    are expected than an arm is for, the arm serves that is never far from the best one, however many of the possible
+    rows there are: wrong expectations then cost least. Only there do programs run that hold several tiles.
+
+    wrong_by: by what expectations may be too high where most_rows says nothing, as of slabs, most of which are empty:
+    an arm then serves from the first expectation on of which such a part still suits it.
     """
+    named = {program.arm: program for program in programs}
+    kept = _of_the_fastest_loop(
+        times, {arm: str(program.constants["loop"]) for arm, program in named.items() if arm not in wrong}
+    )
+    several = {arm for arm, program in named.items() if "low_mean" in program.constants}
     for side, sizes in times.items():
-        right = {rows: {arm: us for arm, us in arms.items() if arm not in wrong} for rows, arms in sizes.items()}
-        guards = {arm: [us for arms in right.values() for us in arms.get(arm, ())] for arm in sorted(fitting)}
-        guard = min((arm for arm in guards if guards[arm]), key=lambda arm: geometric_mean(guards[arm]), default=None)
-        for first, last, arm in intervals(right, hysteresis):
+        right = {rows: {arm: us for arm, us in arms.items() if arm in kept} for rows, arms in sizes.items()}
+        single = {rows: {arm: us for arm, us in arms.items() if arm not in several} for rows, arms in right.items()}
+        for first, last, arm in intervals(single, hysteresis):
+            possible = {rows: arms for rows, arms in right.items() if rows <= last}
+            guard, start = _steadiest(possible, arm), first
+            if wrong_by > 1:
+                start = max(first, wrong_by * _suited_from(possible, arm))
             table = [Interval(0, MAX_EXPERT_ROWS, arm)]
-            if first > 0 and guard is not None and guard != arm:
-                table = [Interval(0, first - 1, guard), Interval(first, MAX_EXPERT_ROWS, arm)]
+            if start > 0 and guard != arm:
+                table = [Interval(0, start - 1, guard), Interval(start, MAX_EXPERT_ROWS, arm)]
             yield Box({"k": side, "most_rows": (first, last)}, {}, table)
+
+
+def _of_the_fastest_loop(times: Mapping[Side, Times], loops: Mapping[str, str]) -> set[str]:
+    """The arms of the main loop whose best ones take the least time over all sizes, of those that ran at every size."""
+    best: dict[str, list[float]] = {loop: [] for loop in sorted(set(loops.values()))}
+    measured = [means for sizes in times.values() for means in _means(sizes)]
+    for loop, found in best.items():
+        for means in measured:
+            of_loop = [us for arm, us in means.items() if loops.get(arm) == loop]
+            found += [min(of_loop)] if of_loop else []
+    whole = [loop for loop, found in best.items() if found and len(found) == len(measured)]
+    fastest = min(whole, key=lambda loop: geometric_mean(best[loop]), default=None)
+    return {arm for arm, loop in loops.items() if fastest in (None, loop)}
+
+
+def _steadiest(times: Times, arm: str) -> str:
+    """The arm that at its worst size is the least slower than the best one, of those that ran at every size. `arm`
+    unless another is better.
+    """
+    means = _means(times)
+    everywhere = sorted(set.intersection(*map(set, means))) if means else []
+    worst = {name: max(found[name] / min(found.values()) for found in means) for name in everywhere}
+    return min(everywhere, key=lambda name: (worst[name], name != arm), default=arm)
+
+
+def _suited_from(times: Times, arm: str) -> int:
+    """From how many rows on the arm is nowhere slower than the best one by more than SUITS: 0, or a measured size."""
+    sizes = sorted(rows for rows in times if times[rows])
+    slow = [
+        place
+        for place, means in enumerate(_means({rows: times[rows] for rows in sizes}))
+        if means.get(arm, math.inf) > SUITS * min(means.values())
+    ]
+    return sizes[min(slow[-1] + 1, len(sizes) - 1)] if slow else 0
+
+
+def _means(times: Times) -> list[dict[str, float]]:
+    """By arm, for each size that was measured: over the shapes, of arms that ran on all of them."""
+    shapes = max((len(values) for arms in times.values() for values in arms.values()), default=0)
+    found = ({arm: geometric_mean(us) for arm, us in arms.items() if len(us) == shapes} for arms in times.values())
+    return [means for means in found if means]
 
 
 def _programs(arch: str) -> Mapping[str, Program]:
