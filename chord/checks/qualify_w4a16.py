@@ -41,16 +41,21 @@ LOADS = (
     Load(WeightShape(384, 512, 7168, gated=True), 2, 8, 8),
     Load(WeightShape(384, 512, 7168, gated=True), 1024, 8, 16),
     Load(WeightShape(384, 7168, 256), 8192, 1, 16),
-    Load(WeightShape(16, 1088, 512, gated=True), 1500, 2, 8),
+    Load(WeightShape(384, 64, 256), 7000, 8, 16),
+    Load(WeightShape(16, 1088, 448, gated=True), 1500, 2, 8),
 )
 TINY_LOADS = (
     Load(WeightShape(3, 64, 64), 4, 2, 8),
     Load(WeightShape(5, 320, 320, gated=True), 21, 4, 16),
     Load(WeightShape(3, 192, 256), 40, 2, 24),
-    Load(WeightShape(2, 128, 512), 6, 2, 8),
+    Load(WeightShape(2, 128, 448), 6, 2, 8),
 )
 """Small enough for a sanitizer. The first is the smallest that there is: a brief run leaves it out. Blocks of 24 rows
-are what no arm looks at in one step, and a K of 512 has several stages in all.
+are what no arm looks at in one step, and a K of 448 has several stages in all.
+"""
+TINY_TALL = Load(WeightShape(280, 64, 448), 2450, 8, 64)
+"""For all but a brief run, as it fills the GPU: a CTA has several tiles of some 70 rows, of which no two find room at
+once in a resident program.
 """
 TINY_ROUTINGS = ("random", "remote")
 
@@ -114,7 +119,7 @@ def qualify_w4a16(
 def _suites(arch: str, device: torch.device, tiny: bool, brief: bool, only: str) -> Iterator[tuple[Problems, Seconds]]:
     """What each suite found, and its clock, when it is done and before the next one begins."""
     clock = Seconds()
-    loads = TINY_LOADS[brief:] if tiny else LOADS
+    loads = LOADS if not tiny else TINY_LOADS[1:] if brief else (*TINY_LOADS, TINY_TALL)
     yield _gemm_problems(_programs(launch.OPERATOR, arch, only), loads, device, tiny, brief, clock=clock), clock
     for name in _programs(launch.SUMS, arch, only):
         clock = Seconds()

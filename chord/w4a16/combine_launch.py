@@ -13,7 +13,7 @@ from chord.w4a16.layout import WeightShape
 if TYPE_CHECKING:
     from chord.w4a16.combine_ops import Arguments
 
-UNIT_COLUMNS = 512
+UNIT_COLUMNS = 1024
 
 
 def combine(given: Arguments, shape: WeightShape, routed: torch.Tensor, out: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ MASKED = "moe_w4a16_masked"
 GEMMS = {OPERATOR: 2, CONTIGUOUS: 1, MASKED: 1}
 """The operators, with the version of the argument list that is passed to each."""
 SUMS = "moe_w4a16_combine"
-MOVERS = {"moe_swiglu": 2, "moe_scatter": 2, "moe_combine": 2, SUMS: 1}
+MOVERS = {"moe_swiglu": 2, "moe_scatter": 2, "moe_combine": 2, SUMS: 2}
 """The operators that move and sum rows, likewise."""
 MAX_EXPERT_ROWS = 1 << 30
 _BELONG = "install the chord and the registry that belong together"

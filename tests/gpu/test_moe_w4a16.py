@@ -22,14 +22,16 @@ SHAPES = {
     "ep8_down": WeightShape(48, 7168, 2048),
     "tp8_gate_up": WeightShape(384, 512, 7168, gated=True),
     "tp8_down": WeightShape(384, 7168, 256),
-    "longest_small_k": WeightShape(16, 1088, 512),
+    "longest_small_k": WeightShape(16, 1088, 448),
+    "tall_tiles_in_turn": WeightShape(384, 64, 256),
     "gated_small_k": WeightShape(24, 448, 384, gated=True),
     "many_experts": WeightShape(1024, 64, 128),
     "qwen3_235b_gate_up": WeightShape(16, 3072, 4096, gated=True),
     "qwen3_235b_tp8_down": WeightShape(128, 4096, 192),
     "glm_4_6_down": WeightShape(20, 5120, 1536),
 }
-TOKENS = {"one_block": 5, "many_experts": 700}
+TOKENS = {"one_block": 5, "many_experts": 700, "tall_tiles_in_turn": 7000}
+"""The last: some 150 rows an expert, so that a resident program's CTA has tiles of which no two find room at once."""
 
 
 def programs(device, shape=SHAPES["one_block"]):

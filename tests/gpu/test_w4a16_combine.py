@@ -7,6 +7,9 @@ import torch
 
 import chord
 from chord._runtime import architecture, registry
+from chord.bench.timing import EventTimer
+from chord.bench.w4a16 import make_weights
+from chord.bench.w4a16_combine import CombineCell, measure_cell
 from chord.checks import w4a16_combine as checks
 from chord.checks.w4a16 import draw_experts, plan_of
 from chord.w4a16.launch import OPERATOR, serves
@@ -127,3 +130,19 @@ def test_a_plan_without_blocks_clears_the_output(device):
     )  # fmt: skip
     prepared()
     assert not out.any()
+
+
+COSTS = [CombineCell("combine_ep8_decode", 20), CombineCell("combine_ep8_prefill", 4096)]
+COSTS += [CombineCell("combine_tp8", tokens) for tokens in (20, 1024, 4096, 16384)]
+
+
+@pytest.mark.parametrize("cell", COSTS, ids=lambda cell: "-".join(map(str, cell)))
+def test_the_sums_cost_no_more_than_a_launch_of_their_own(cell):
+    """Medians, interleaved, cold L2; once more where they cost more, as others may use the machine."""
+    weights, ratios = make_weights(cell.shape), []
+    for _ in range(2):
+        row = measure_cell(cell, weights, EventTimer(20), 15)
+        ratios.append(row.us / row.chord["two_launches"])
+        if ratios[-1] <= 1.01:
+            return
+    raise AssertionError(f"times by those of two launches: {ratios}")

@@ -78,16 +78,17 @@ def test_of_tokens_that_are_mostly_other_gpus(proj, rows, device):
     check_times(launches, right)
 
 
-@pytest.mark.parametrize("proj", ["gate_up", "down"])
-@pytest.mark.parametrize("rows", [8, 64])
-def test_of_slabs_that_are_mostly_empty(proj, rows, device):
-    packed = weights_of("ep8_prefill", proj).packed
+@pytest.mark.parametrize(("scenario", "proj"), [("ep8_prefill", "gate_up"), ("ep8_prefill", "down"), ("tp8", "down")])
+@pytest.mark.parametrize("rows", [2, 8, 13, 32, 64, 85, 104, 120, 171])
+def test_of_slabs_that_are_mostly_empty(scenario, proj, rows, device):
+    """All experts have as many rows: where an arm is at its worst, they all are."""
+    packed = weights_of(scenario, proj).packed
     experts = packed.shape.experts
-    x = torch.randn(experts, 512, packed.shape.k, device=device).to(torch.bfloat16)
+    x = torch.randn(experts, WRONG_BY * rows, packed.shape.k, device=device).to(torch.bfloat16)
     counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
     right = routed_program(packed.shape, rows, "sm_90a", MASKED)
     launches = {right: chord.prepare_moe_w4a16_masked(x, packed, counts, expected_rows=rows, program=right)}
-    for hint in (rows, rows // WRONG_BY, rows * WRONG_BY):
+    for hint in (rows, -(-rows // WRONG_BY), rows * WRONG_BY):
         prepared = chord.prepare_moe_w4a16_masked(x, packed, counts, expected_rows=hint)
         launches.setdefault(prepared.program, prepared)
     check_times(launches, right)

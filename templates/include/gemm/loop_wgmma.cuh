@@ -56,8 +56,10 @@ struct WgmmaLoop {
 
 private:
     // k16 steps of a batch: as many as two sets of fragments find room for beside the accumulators. Narrow widths of a tall
-    // tile could take four, but the program's registers are spread over all widths: some would spill.
-    static constexpr u32 steps_beside(u32 width) { return T::max_rows <= 88 ? 4 : width <= 120 ? 2 : 1; }
+    // tile could take four, but the program's registers are spread over all widths: some would spill. A program of several
+    // tiles has fewer to spare.
+    static constexpr u32 kTwoSteps = T::chooses ? 112 : 120;
+    static constexpr u32 steps_beside(u32 width) { return T::max_rows <= 88 ? 4 : width <= kTwoSteps ? 2 : 1; }
 
     template <u32 kSteps>
     struct Fragments {

@@ -26,8 +26,8 @@ __device__ __forceinline__ void zero_scales(u32 stage, u32 blocks) {
 
 // Low tiles serve experts of few rows, whose weights are read once; tall ones may be several that read the same weights.
 template <class T>
-__device__ __forceinline__ void load_piece(u32 to, const u8* source, u32 bytes, u32 bar) {
-    if constexpr (T::max_rows <= 56) {
+__device__ __forceinline__ void load_piece(u32 to, const u8* source, u32 bytes, u32 bar, bool once) {
+    if (T::max_rows <= 64 || once) {
         ptx::bulk_load_once(to, source, bytes, bar);
     } else {
         ptx::bulk_load(to, source, bytes, bar);
@@ -37,18 +37,19 @@ __device__ __forceinline__ void load_piece(u32 to, const u8* source, u32 bytes, 
 // One stage's weights. A whole item is contiguous in memory; an item of fewer strips takes one copy a k64 block. The
 // place of a block in the stage does not depend on which of the two it is.
 template <class T>
-__device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 blocks, u32 strips, u32 pitch, u32 bar) {
+__device__ __forceinline__ void load_weights(u32 stage, const u8* source, u32 blocks, u32 strips, u32 pitch, u32 bar,
+                                             bool once) {
     ptx::mbarrier_arrive_expect(bar, blocks * strips * kBlockBytes);
     if constexpr (T::item_strips == 1) {
 #pragma unroll
         for (u32 b = 0; b < T::stage_blocks; ++b) {  // a constant bound, so that one lane issues the copies in a row
-            if (b < blocks) load_piece<T>(stage + b * kBlockBytes, source + b * pitch, kBlockBytes, bar);
+            if (b < blocks) load_piece<T>(stage + b * kBlockBytes, source + b * pitch, kBlockBytes, bar, once);
         }
     } else if (strips == kStrips) {
-        load_piece<T>(stage, source, blocks * (kStrips * kBlockBytes), bar);
+        load_piece<T>(stage, source, blocks * (kStrips * kBlockBytes), bar, once);
     } else {
         for (u32 b = 0; b < blocks; ++b) {
-            load_piece<T>(stage + b * (kStrips * kBlockBytes), source + b * pitch, strips * kBlockBytes, bar);
+            load_piece<T>(stage + b * (kStrips * kBlockBytes), source + b * pitch, strips * kBlockBytes, bar, once);
         }
     }
 }
@@ -68,7 +69,7 @@ __device__ __forceinline__ void stream_weights(const Problem& problem, Schedule<
             ptx::mbarrier_wait(shared + T::empty + 8 * at.index, at.parity ^ 1);
             if (ptx::elect_one()) {
                 if (blocks < T::stage_blocks) zero_scales<T>(stage, blocks);
-                load_weights<T>(stage, source, blocks, item.strips, pitch, shared + T::full + 8 * at.index);
+                load_weights<T>(stage, source, blocks, item.strips, pitch, shared + T::full + 8 * at.index, item.only);
             }
             __syncwarp();
             source += blocks * pitch;

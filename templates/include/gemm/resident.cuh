@@ -53,18 +53,13 @@ struct ResidentBody {
             multiply_parts<T>(problem, shared);
             return;
         }
-        if constexpr (T::idle_threads > 0) {
-            if (warp < T::first_producer / 32) {
-                ptx::keep_registers<T::idle_registers>();
-                return;
-            }
-        }
-        ptx::keep_registers<T::helper_registers>();
         const u32 helper = warp - T::first_producer / 32;
         if (helper < T::producer_warps) {
+            ptx::keep_registers<T::producer_registers>();
             produce<T>(problem, rows, shared, helper, first_window());
-        } else if (helper < T::producer_warps + T::all_store_warps) {
-            store_parts<T>(problem, shared, helper - T::producer_warps);
+        } else {
+            ptx::keep_registers<T::store_registers>();
+            if (helper < T::producer_warps + T::all_store_warps) store_parts<T>(problem, shared, helper - T::producer_warps);
         }
     }
 };

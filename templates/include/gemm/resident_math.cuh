@@ -47,13 +47,21 @@ struct StripWarp {
 };
 
 // acc (+)= weights * tokens over kBlocks k64 blocks, k16 after k16. One block is dequantised while kInFlight before it multiply.
-template <u32 kWidth, u32 kBlocks, bool kFirst, int kInFlight>
+// kAhead: its words are loaded while the block before is dequantised, for which wide tiles have no registers.
+template <u32 kWidth, u32 kBlocks, bool kFirst, int kInFlight, bool kAhead = false>
 __device__ __forceinline__ void multiply_blocks(f32 (&acc)[kWidth / 2], u32 stage, u64 tokens, u32 warp, u32 lane) {
+    Words words(stage, warp, lane);
 #pragma unroll
     for (u32 block = 0; block < kBlocks; ++block) {
-        const Words words(stage + block * kBlockBytes, warp, lane);
         u32 a[4][4];
-        dequantize(a, words);
+        if constexpr (kAhead) {
+            const Words these = words;
+            if (block + 1 < kBlocks) words.load(stage + (block + 1) * kBlockBytes, warp, lane);
+            dequantize(a, these);
+        } else {
+            if (block > 0) words.load(stage + block * kBlockBytes, warp, lane);
+            dequantize(a, words);
+        }
         const u64 operand = tokens + block * (kWidth * kTokenRowBytes / 16);
         ptx::wgmma_fence();
         if constexpr (kFirst) {
@@ -78,8 +86,9 @@ __device__ __forceinline__ void multiply_strip(StripWarp<T>& warp, f32 (&acc)[kW
     const u32 stage = warp.stage(), blocks = warp.layout.blocks;
     const u64 tokens = ptx::wgmma_operand(ptx::opaque(tile));  // its 16 sums are not worth keeping from strip to strip
     constexpr int kInFlight = kWidth / 2 + 60 <= T::math_registers ? 1 : 0;  // two sets of fragments need room
+    constexpr bool kAhead = kWidth / 2 + 80 <= T::math_registers;
     if (blocks == 4) {
-        multiply_blocks<kWidth, 4, true, kInFlight>(acc, stage, tokens, warp.warp, warp.lane);
+        multiply_blocks<kWidth, 4, true, kInFlight, kAhead>(acc, stage, tokens, warp.warp, warp.lane);
         warp.release();
         ptx::wgmma_wait<0>();
         return;
@@ -191,9 +200,9 @@ __device__ __forceinline__ void multiply_parts(const Problem& problem, u32 share
     while (true) {
         const u32 place = shared + T::slot_base + slot.index * T::slot_bytes;
         ptx::mbarrier_wait(shared + T::item_full + 8 * slot.index, slot.parity);
-        const uint4 header = ptx::load_shared_v4(place);  // width, strips, first output, rows
+        const uint4 header = ptx::load_shared_v4(place);  // width, strips, first output, the tile's address and rows
         if (header.x == 0) break;
-        const u32 tile = shared + T::tokens + buffer.index * warp.layout.tile_bytes;
+        const u32 tile = header.w / kTileAlignment * kTileAlignment;
         const u32 factors = problem.row_weight != nullptr ? place : 0;
         next = multiply_part<T>(warp, header, next, tile, factors, problem.swiglu());
         ptx::mbarrier_arrive(shared + T::tokens_empty + 8 * buffer.index);

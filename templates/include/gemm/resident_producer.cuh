@@ -1,5 +1,5 @@
-// The producer's warps of a resident program: one streams strips of weights by bulk copies, three gather row tiles and tell the
-// other warps what each item is. Both run ahead of the math warps over item borders.
+// The producer's warps of a resident program: some stream strips of weights by bulk copies, others gather row tiles and tell the
+// other warps what each item is. All run ahead of the math warps over item borders.
 #pragma once
 #include "common/types.cuh"
 #include "gemm/problem.cuh"
@@ -68,7 +68,7 @@ __device__ __forceinline__ void stream_strips(const Problem& problem, const Resi
 // The rows that a gather warp copies, its share of a tile: its lanes hold their pairs.
 template <class T>
 struct RowGather {
-    static constexpr u32 kHeld = ceil_div(ceil_div(T::max_rows, T::gather_warps), 32u);
+    static constexpr u32 kHeld = ceil_div(ceil_div(T::max_rows, T::gather_warps), 32u), kBatch = 8;  // copies back to back
 
     u32 warp, lane;
     u32 pair[kHeld];
@@ -102,28 +102,51 @@ struct RowGather {
     __device__ __forceinline__ void copy(const Part& part, const Problem& problem, u32 tile, u32 blocks) const {
         const u32 pieces = 8 * blocks;  // of 16 bytes in a row
         const u8* x = reinterpret_cast<const u8*>(problem.x);
+        for (u32 piece = lane; piece < round_up(pieces, 32u); piece += 32) {  // by all lanes, as they tell each other the rows
+            const u32 to = tile + piece / 8 * part.width * kTokenRowBytes, chunk = piece % 8 * 16;
+            const u8* from = x + piece * 16;
 #pragma unroll
-        for (u32 h = 0; h < kHeld; ++h) {
-#pragma unroll 8
-            for (u32 i = 0; i < 32; ++i) {
-                const u32 row = row_of(32 * h + i);
-                if (row >= part.rows) return;
-                const u32 source = __shfl_sync(kFullWarp, pair[h], i);
-                if (source == kNoRow) continue;
-                const u8* from = x + u64{source} * (problem.k * 2);
-                for (u32 piece = lane; piece < pieces; piece += 32) {
-                    const u32 to = tile + (piece / 8 * part.width + row) * kTokenRowBytes + (piece % 8 ^ row % 8) * 16;
-                    ptx::copy_async_16(to, from + piece * 16);
+            for (u32 h = 0; h < kHeld; ++h) {
+#pragma unroll 1
+                for (u32 first = 0; first < 32; first += kBatch) {
+                    if (row_of(32 * h + first) >= part.rows) break;
+#pragma unroll
+                    for (u32 i = 0; i < kBatch; ++i) {
+                        const u32 row = row_of(32 * h + first + i), source = __shfl_sync(kFullWarp, pair[h], first + i);
+                        if (source != kNoRow && piece < pieces) {
+                            ptx::copy_async_16(to + row * kTokenRowBytes + (chunk ^ row % 8 * 16), from + u64{source} * (problem.k * 2));
+                        }
+                    }
                 }
             }
         }
     }
 };
 
-// The row tiles of a window. `slot` and `buffer`: where the next item goes.
+// Where the tiles go: the first to the lower end of the memory for them, the second to the upper end, and so on.
+struct TilePlaces {
+    RingPosition at;  // of the coming tile
+    u32 bytes_before = 0;
+
+    // The coming tile's address, once the one before the last has been read, and the last, too, if there is no room beside it.
+    template <class T>
+    __device__ __forceinline__ u32 take(u32 shared, const ResidentLayout<T>& layout, u32 bytes) {
+        static_assert(T::buffers == 2, "a tile at each end");
+        ptx::mbarrier_wait(shared + T::tokens_empty + 8 * at.index, at.parity ^ 1);
+        if (bytes + bytes_before > layout.held_bytes) {
+            ptx::mbarrier_wait(shared + T::tokens_empty + 8 * (at.index ^ 1), at.index == 0 ? at.parity ^ 1 : at.parity);
+        }
+        const u32 address = shared + T::tokens + (at.index == 0 ? 0 : layout.held_bytes - bytes);
+        bytes_before = bytes;
+        at.template next<T::buffers>();
+        return address;
+    }
+};
+
+// The row tiles of a window. `slot` and `places`: where the next item goes.
 template <class T, class Rows, class Schedule>
 __device__ __forceinline__ void gather_tiles(const Problem& problem, const ResidentLayout<T>& layout, const Rows& rows,
-                                             Schedule& schedule, u32 shared, RingPosition& slot, RingPosition& buffer) {
+                                             Schedule& schedule, u32 shared, RingPosition& slot, TilePlaces& places) {
     RowGather<T> gather;
     gather.warp = ptx::thread_id() / 32 - T::first_producer / 32 - T::stream_warps;
     gather.lane = ptx::thread_id() % 32;
@@ -131,17 +154,16 @@ __device__ __forceinline__ void gather_tiles(const Problem& problem, const Resid
     while (schedule.next(part)) {
         const u32 place = shared + T::slot_base + slot.index * T::slot_bytes;
         ptx::mbarrier_wait(shared + T::item_empty + 8 * slot.index, slot.parity ^ 1);
-        if (gather.warp == 0 && gather.lane == 0) {
-            ptx::store_shared_v4(place, make_uint4(part.width, part.strips, part.strip * kBlock, part.rows));
-        }
         gather.announce(part, rows, problem, place);
-        ptx::mbarrier_wait(shared + T::tokens_empty + 8 * buffer.index, buffer.parity ^ 1);
-        gather.copy(part, problem, shared + T::tokens + buffer.index * layout.tile_bytes, layout.blocks);
+        const u32 tile = places.take<T>(shared, layout, part.width * layout.blocks * kTokenRowBytes);
+        if (gather.warp == 0 && gather.lane == 0) {
+            ptx::store_shared_v4(place, make_uint4(part.width, part.strips, part.strip * kBlock, tile | part.rows));
+        }
+        gather.copy(part, problem, tile, layout.blocks);
         ptx::copy_async_wait_all();
         ptx::async_proxy_fence();
         ptx::mbarrier_arrive(shared + T::item_full + 8 * slot.index);
         slot.template next<T::slots>();
-        buffer.template next<T::buffers>();
     }
 }
 
@@ -150,7 +172,8 @@ template <class T, class Rows>
 __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows, u32 shared, u32 warp, Window window) {
     const ResidentLayout<T> layout(problem.k_blocks());
     ResidentSchedule<T> schedule(shared, problem.strips(), layout.tile_rows);
-    RingPosition place, buffer;  // place: of the next strip's stage, or of the next item's slot
+    RingPosition place;  // of the next strip's stage, or of the next item's slot
+    TilePlaces places;
     u32 next = warp;
     if (warp < T::stream_warps) place.index = warp;
     while (true) {
@@ -158,7 +181,7 @@ __device__ __forceinline__ void produce(const Problem& problem, const Rows& rows
         if (warp < T::stream_warps) {
             stream_strips<T>(problem, layout, schedule, shared, next, place);
         } else {
-            gather_tiles<T>(problem, layout, rows, schedule, shared, place, buffer);
+            gather_tiles<T>(problem, layout, rows, schedule, shared, place, places);
         }
         if (window.last) break;
         ptx::barrier_sync_aligned(kProducerBarrier, T::producer_threads);  // nobody reads the lists any more

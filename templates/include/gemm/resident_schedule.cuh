@@ -203,13 +203,23 @@ private:
         place = total_;
         strip = 0;
         if (cta >= gridDim.x || total_ == 0) return;
-        const u64 along = u64{total_} * strips_ * cta / gridDim.x;
-        const u32 whole = static_cast<u32>(along / strips_), list = list_of(whole), run = run_at(list, whole);
+        const u64 all = u64{total_} * strips_;
+        u64 along;
+        u32 whole;
+        if (all >> 32 == 0) {  // by divisions of 32 bits, as those of 64 take 1 us
+            const u32 each = u32(all) / gridDim.x, rest = u32(all) % gridDim.x;
+            along = each * cta + rest * cta / gridDim.x;
+            whole = u32(along) / strips_;
+        } else {
+            along = all * cta / gridDim.x;
+            whole = static_cast<u32>(along / strips_);
+        }
+        const u32 list = list_of(whole), run = run_at(list, whole);
         const u32 begin = ptx::load_shared(list + 4 * run);
         const u32 cost = CostedCut(ptx::load_shared(shared_ + T::run_rows + 4 * run), most_rows_).cost();
         const u32 tile = (whole - begin) / cost;
         place = begin + tile * cost;
-        strip = static_cast<u32>((along - u64{place} * strips_) / cost);
+        strip = static_cast<u32>(along - u64{place} * strips_) / cost;
     }
 
     // All of the part but its strips; returns the tile's cost.

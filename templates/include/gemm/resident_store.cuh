@@ -5,60 +5,78 @@
 #include "gemm/problem.cuh"
 #include "gemm/resident_tile.cuh"
 #include "gemm/rows.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/sync.cuh"
 
 namespace gemm {
 
-// A warp's share of a strip: kLanes lanes a row, so 8 * kLanes columns of 32 / kLanes rows in a pass. `column`: this lane's 8
-// columns of row 0. Slots without a row hold kNoRow and are not written.
+// One of the warps that store what a math warpgroup multiplies: where it is in the line of strips.
+struct StoreWarp {
+    u32 shared, group, share, lane;
+    u32 next, parity = 0;  // the strip that comes next, counted from the item's first
+};
+
+// This warp's rows of an item's strips: kLanes lanes a row, so 8 * kLanes columns of 32 / kLanes rows in a pass. Which rows they are
+// is the same for all strips, so it is looked up once. Slots without a row hold kNoRow and are not written. (opaque: what the
+// compiler would keep of each row, from item to item or from strip to strip, does not fit the registers.)
 template <class T, u32 kLanes>
-__device__ __forceinline__ void store_staged(bf16* column, u32 columns, u32 staging, u32 ids, u32 rows, u32 share) {
-    constexpr u32 kPass = 32 / kLanes, kStep = kPass * T::store_warps, kBatch = 4;
-    const u32 lane = threadIdx.x % 32, place = lane % kLanes * 16;
-    for (u32 row = share * kPass + lane / kLanes; row < rows; row += kBatch * kStep) {
-        u32 pair[kBatch];
-        uint4 values[kBatch];
+__device__ __forceinline__ void store_item(const Problem& problem, StoreWarp& warp, u32 ids, uint4 header) {
+    constexpr u32 kPass = 32 / kLanes, kStep = kPass * T::store_warps, kHeld = ceil_div(T::max_rows, kStep);
+    constexpr u32 kBatch = smaller(kHeld, 4u);
+    const u32 first = ptx::opaque(warp.share * kPass + warp.lane / kLanes), rows = header.w % kTileAlignment;
+    const u32 full = warp.shared + T::staged_full + 8 * warp.group, empty = warp.shared + T::staged_empty + 8 * warp.group;
+    const u32 read = warp.shared + T::staging + warp.group * T::staging_bytes + first * T::staging_pitch + warp.lane % kLanes * 16;
+    u32 pair[kHeld];
 #pragma unroll
-        for (u32 i = 0; i < kBatch; ++i) {
-            const u32 other = row + i * kStep;
-            pair[i] = other < rows ? ptx::load_shared(ids + 4 * other) : kNoRow;
-            if (other < rows) values[i] = ptx::load_shared_v4(staging + other * T::staging_pitch + place);
-        }
-#pragma unroll
-        for (u32 i = 0; i < kBatch; ++i) {
-            if (pair[i] != kNoRow) *reinterpret_cast<uint4*>(column + u64{pair[i]} * columns) = values[i];
-        }
+    for (u32 h = 0; h < kHeld; ++h) {
+        pair[h] = first + h * kStep < rows ? ptx::load_shared(ids + 4 * (first + h * kStep)) : kNoRow;
     }
+    for (; warp.next < header.y; warp.next += T::groups) {
+        const u32 output = header.z + warp.next * kBlock;
+        bf16* const column = problem.out + (kLanes == 4 ? output / 2 + warp.lane % kLanes * 8
+                                                        : output_column(problem, output + warp.lane % kLanes * 8));
+        const u32 columns = ptx::opaque(problem.columns());
+        ptx::mbarrier_wait(full, warp.parity);
+        warp.parity ^= 1;
+#pragma unroll
+        for (u32 from = 0; from < kHeld; from += kBatch) {
+            if (from * kStep >= rows) break;
+            uint4 values[kBatch];
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i) {
+                if (from + i < kHeld && pair[from + i] != kNoRow) {
+                    values[i] = ptx::load_shared_v4(read + (from + i) * kStep * T::staging_pitch);
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i) {
+                if (from + i < kHeld && pair[from + i] != kNoRow) {
+                    *reinterpret_cast<uint4*>(column + u64{pair[from + i]} * columns) = values[i];
+                }
+            }
+        }
+        __syncwarp();
+        if (warp.lane == 0) ptx::mbarrier_arrive(empty);
+    }
+    warp.next -= header.y;
 }
 
 template <class T>
-__device__ __forceinline__ void store_parts(const Problem& problem, u32 shared, u32 warp) {
-    const u32 group = warp / T::store_warps, share = warp % T::store_warps, lane = threadIdx.x % 32;
-    const u32 staging = shared + T::staging + group * T::staging_bytes;
-    const u32 full = shared + T::staged_full + 8 * group, empty = shared + T::staged_empty + 8 * group;
+__device__ __forceinline__ void store_parts(const Problem& problem, u32 shared, u32 index) {
+    const u32 group = index / T::store_warps;
+    StoreWarp warp{shared, group, index % T::store_warps, threadIdx.x % 32, group};
     RingPosition slot;
-    u32 next = group, parity = 0;
     while (true) {
         const u32 place = shared + T::slot_base + slot.index * T::slot_bytes;
         ptx::mbarrier_wait(shared + T::item_full + 8 * slot.index, slot.parity);
-        const uint4 header = ptx::load_shared_v4(place);  // width, strips, first output, rows
+        const uint4 header = ptx::load_shared_v4(place);  // width, strips, first output, the tile's address and rows
         if (header.x == 0) break;
-        for (; next < header.y; next += T::groups) {
-            const u32 output = header.z + next * kBlock, ids = place + T::slot_ids;
-            ptx::mbarrier_wait(full, parity);
-            parity ^= 1;
-            if (problem.swiglu()) {
-                bf16* column = problem.out + output / 2 + lane % 4 * 8;
-                store_staged<T, 4>(column, problem.columns(), staging, ids, header.w, share);
-            } else {
-                bf16* column = problem.out + output_column(problem, output + lane % 8 * 8);
-                store_staged<T, 8>(column, problem.columns(), staging, ids, header.w, share);
-            }
-            __syncwarp();
-            if (lane == 0) ptx::mbarrier_arrive(empty);
+        if (problem.swiglu()) {
+            store_item<T, 4>(problem, warp, place + T::slot_ids, header);
+        } else {
+            store_item<T, 8>(problem, warp, place + T::slot_ids, header);
         }
-        next -= header.y;
         ptx::mbarrier_arrive(shared + T::item_empty + 8 * slot.index);
         slot.template next<T::slots>();
     }

@@ -13,6 +13,7 @@ struct Item {
     u32 width;       // rows as the tensor cores see them
     u32 group;       // of 256 outputs
     u32 strip, strips;
+    bool only;  // its expert has no other tile
 };
 
 // One copy in each producer warp: all follow the same sequence. Items are numbered tile by tile, outputs fastest, so that
@@ -116,6 +117,7 @@ private:
         item.slot = ptx::load_shared(shared_ + T::run_slot + 4 * run) + first;
         item.rows = smaller(rows - first, RowCut<T>(rows).tile_rows);
         item.width = T::width_of(item.rows);
+        item.only = item.rows == rows;
         item.group = place - tile * groups_;
         if constexpr (T::item_strips == 1) {
             strip = item.group % kStrips;

@@ -17,6 +17,7 @@ constexpr u32 kTokenRowBytes = 128;
 template <u32 kMaxRows, u32 kStageBlocks, u32 kStages, u32 kSlots, u32 kWindow, u32 kSharedBytes = 0, u32 kItemStrips = kStrips>
 struct Tile {
     static constexpr u32 item_strips = kItemStrips;
+    static constexpr bool chooses = kSharedBytes > 0;  // it is one of a program's several tiles
     static constexpr u32 max_rows = kMaxRows, stage_blocks = kStageBlocks, stages = kStages, slots = kSlots;
     static constexpr u32 window = kWindow;
 

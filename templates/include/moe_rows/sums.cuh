@@ -1,5 +1,5 @@
-// The weighted sums of each token's rows right behind the kernel that writes them: launched while that one runs, in the
-// registers that it leaves, with the first routes at hand when it ends.
+// The weighted sums of each token's rows right behind the kernel that writes them: launched while that one runs, with the first
+// routes at hand when it ends.
 #pragma once
 #include "common/types.cuh"
 #include "moe_rows/rows.cuh"
@@ -9,7 +9,8 @@
 namespace moe_rows {
 
 constexpr u32 kSumThreads = 128;
-constexpr u32 kSumColumns = 4 * kSumThreads;  // of a CTA, 8 bytes a thread: 16 would not fit beside another kernel's registers
+constexpr u32 kThreadColumns = 8;  // 16 bytes
+constexpr u32 kSumColumns = kThreadColumns * kSumThreads;  // of a CTA
 
 struct Sums {
     Routes routes;
@@ -31,26 +32,35 @@ struct RouteBatch {
 };
 
 // sums += weight * row, route after route. from: this thread's columns of the batch's first row.
-__device__ __forceinline__ void add_batch(f32 (&sums)[4], const RouteBatch& batch, const bf16* from, u32 width, bool inside) {
-    uint2 values[kBatch];
+__device__ __forceinline__ void add_batch(f32 (&sums)[kThreadColumns], const RouteBatch& batch, const bf16* from, u32 width,
+                                          bool inside) {
+    uint4 values[kBatch];
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
-        values[i] = make_uint2(0, 0);
-        if ((batch.counted >> i & 1) != 0 && inside) values[i] = *reinterpret_cast<const uint2*>(from);
+        values[i] = make_uint4(0, 0, 0, 0);
+        if ((batch.counted >> i & 1) != 0 && inside) values[i] = *reinterpret_cast<const uint4*>(from);
         from += width;
     }
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
         const f32 factor = __shfl_sync(kFullWarp, batch.weight, i);
-        sums[0] += factor * low(values[i].x);
-        sums[1] += factor * high(values[i].x);
-        sums[2] += factor * low(values[i].y);
-        sums[3] += factor * high(values[i].y);
+        const u32 pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) {
+            sums[2 * j] += factor * low(pairs[j]);
+            sums[2 * j + 1] += factor * high(pairs[j]);
+        }
     }
 }
 
+__device__ __forceinline__ uint4 rounded(const f32 (&sums)[kThreadColumns]) {
+    return make_uint4(ptx::pack_bf16(sums[0], sums[1]), ptx::pack_bf16(sums[2], sums[3]), ptx::pack_bf16(sums[4], sums[5]),
+                      ptx::pack_bf16(sums[6], sums[7]));
+}
+
 // out[token] = sum over its routes of weight * row, in float32 and in the order of the routes: the bits of combine. A CTA keeps
-// its columns from token to token.
+// its columns from token to token. Its table lets few CTAs run on a multiprocessor: more rows in flight than memory needs
+// make it slower.
 __device__ __forceinline__ void sum_behind(const Sums& given) {
     const u32 pieces = ceil_div(given.width, kSumColumns), across = smaller(pieces, gridDim.x), stride = gridDim.x / across;
     const u32 first_token = blockIdx.x / across;
@@ -59,21 +69,18 @@ __device__ __forceinline__ void sum_behind(const Sums& given) {
     RouteBatch batch(given, first_token < given.tokens ? first_token : 0, 0);
     ptx::grid_dependency_wait();
     for (u32 piece = blockIdx.x - first_token * across; piece < pieces; piece += across) {
-        const u32 column = piece * kSumColumns + threadIdx.x * 4;
+        const u32 column = piece * kSumColumns + threadIdx.x * kThreadColumns;
         const bool inside = column < given.width;
         u32 token = first_token, first = 0;
-        f32 sums[4] = {};
+        f32 sums[kThreadColumns] = {};
         while (token < given.tokens) {
             const bf16* from = given.rows + u64{token * given.top_k + first} * given.width + column;
             add_batch(sums, batch, from, given.width, inside);
             first += kBatch;
             if (first >= given.top_k) {
-                if (inside) {
-                    *reinterpret_cast<uint2*>(given.out + u64{token} * given.width + column) =
-                        make_uint2(ptx::pack_bf16(sums[0], sums[1]), ptx::pack_bf16(sums[2], sums[3]));
-                }
+                if (inside) *reinterpret_cast<uint4*>(given.out + u64{token} * given.width + column) = rounded(sums);
 #pragma unroll
-                for (u32 i = 0; i < 4; ++i) sums[i] = 0.f;
+                for (u32 i = 0; i < kThreadColumns; ++i) sums[i] = 0.f;
                 first = 0;
                 token += stride;
             }

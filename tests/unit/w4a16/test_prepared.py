@@ -24,6 +24,9 @@ def problem():
     return x, chord.pack_w4a16(words_from_codes(codes), scale), chord.route_plan(ids, EXPERTS, 8)
 
 
+FITS = "low_mean"  # the constant of programs that decide on the device
+
+
 def test_a_prepared_call_does_what_the_operator_does(problem):
     x, packed, plan = problem
     x = x.clone()
@@ -161,37 +164,41 @@ def test_grouped_operators_have_the_arms_of_the_indexed_one():
         for shape in (WeightShape(24, 4096, 7168), WeightShape(12, 7168, 2048), WeightShape(384, 7168, 256)):
             size = (shape.n, shape.k, shape.experts, "sm_90a")
             routes, twins = chord.route_intervals(*size, name), chord.route_intervals(*size)
-            assert [r._replace(program=r.program.replace(name, launch.OPERATOR)) for r in routes] == twins
+            routes = [r._replace(program=r.program.replace(name, launch.OPERATOR)) for r in routes]
+            if name == launch.MASKED:  # slabs are mostly empty: their routes may leave more to the device
+                routes = [
+                    r for r in routes if FITS not in _runtime.operator(launch.OPERATOR).programs[r.program].constants
+                ]
+                assert {r.program for r in routes} == {t.program for t in twins}
+            else:
+                assert routes == twins
     with pytest.raises(ValueError, match="operator: expected one of moe_w4a16, moe_w4a16_contiguous, moe_w4a16_masked"):
         chord.route_intervals(4096, 7168, 48, "sm_90a", "route_plan")
     with pytest.raises(ValueError, match="all_rows: expected with moe_w4a16 alone, moe_w4a16_masked has no routes"):
         chord.route_intervals(4096, 7168, 48, "sm_90a", launch.MASKED, all_rows=8)
 
 
-FITS = "low_mean"  # the constant of programs that decide on the device
-
-
 def admits(program, rows):
     """Whether a program's tiles are chosen on the device, or are the ones for so many rows an expert."""
     shape = WeightShape(48, 4096, 7168)
-    operator = program.partition(".")[0]
+    operator, _, arm = program.partition(".")
     fits = FITS in _runtime.operator(operator).programs[program].constants
-    return fits or program == launch.routed_program(shape, rows, "sm_90a", operator)
+    return fits or arm == launch.routed_program(shape, rows, "sm_90a").partition(".")[2]
 
 
 def test_an_expectation_below_what_can_be_is_left_to_the_device():
     """A program for few rows runs only where there cannot be many on average, whatever a caller says."""
     shape = WeightShape(48, 4096, 7168)
     for operator in (launch.OPERATOR, launch.CONTIGUOUS, launch.MASKED):
-        for most in (1, 22, 23, 51, 52, 176, 4096, 1 << 40):
-            for hint in (0, 1, 22, 23, 51, 52, 400, 1 << 40):
+        for most in (1, 22, 23, 59, 60, 176, 4096, 1 << 40):
+            for hint in (0, 1, 22, 23, 59, 60, 400, 1 << 40):
                 program = launch.routed_program(shape, hint, "sm_90a", operator, most_rows=most)
                 assert admits(program, most), (operator, most, hint, program)
             exact = launch.routed_program(shape, most, "sm_90a", operator, most_rows=most)
             assert exact == launch.routed_program(shape, most, "sm_90a", operator)
-            assert FITS not in _runtime.operator(operator).programs[exact].constants
+            assert operator == launch.MASKED or FITS not in _runtime.operator(operator).programs[exact].constants
     listed = chord.route_intervals(4096, 7168, 48, "sm_90a", most_rows=400)
-    assert [(i.first, i.last) for i in listed] == [(0, 51), (52, launch.MAX_EXPERT_ROWS)]
+    assert [(i.first, i.last) for i in listed] == [(0, 59), (60, launch.MAX_EXPERT_ROWS)]
     assert FITS in _runtime.operator(launch.OPERATOR).programs[listed[0].program].constants
 
 
@@ -227,5 +234,5 @@ def test_programs_are_found_by_rows_an_expert_and_by_name():
     assert launch.routed_program(shape, 1 << 40, "sm_90a") == launch.routed_program(shape, 1 << 30, "sm_90a")
     with pytest.raises(NoProgramError, match="no such program of moe_w4a16"):
         launch._named_kernel("moe_w4a16", 0, "fused_router.solo", shape)
-    with pytest.raises(NoProgramError, match="serves k of at most 512, got 7168"):
+    with pytest.raises(NoProgramError, match="serves k of at most 448, got 7168"):
         launch._named_kernel("moe_w4a16", 0, "moe_w4a16.resident_g4_r64", shape)
