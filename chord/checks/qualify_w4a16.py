@@ -55,7 +55,7 @@ are what no arm looks at in one step, and a K of 448 has several stages in all.
 """
 TINY_TALL = Load(WeightShape(280, 64, 448), 2450, 8, 64)
 """For all but a brief run, as it fills the GPU: a CTA has several tiles of some 70 rows, of which no two find room at
-once in a resident program.
+once in the resident programs of tall tiles.
 """
 TINY_ROUTINGS = ("random", "remote")
 
@@ -64,7 +64,7 @@ SUMS = (
     Load(WeightShape(8, 320, 192), 50, 8, 8),
     Load(WeightShape(48, 7168, 2048), 50, 8, 8),
     Load(WeightShape(384, 7168, 256), 300, 8, 8),
-    Load(WeightShape(16, 1088, 512), 700, 2, 16),
+    Load(WeightShape(16, 1088, 448), 700, 2, 16),
     Load(WeightShape(3, 2112, 128), 40, 11, 8),
 )
 TINY_SUMS = (Load(WeightShape(3, 64, 64), 4, 2, 8), Load(WeightShape(5, 704, 256), 9, 3, 16))
@@ -119,7 +119,7 @@ def qualify_w4a16(
 def _suites(arch: str, device: torch.device, tiny: bool, brief: bool, only: str) -> Iterator[tuple[Problems, Seconds]]:
     """What each suite found, and its clock, when it is done and before the next one begins."""
     clock = Seconds()
-    loads = LOADS if not tiny else TINY_LOADS[1:] if brief else (*TINY_LOADS, TINY_TALL)
+    loads = _loads(tiny, brief)
     yield _gemm_problems(_programs(launch.OPERATOR, arch, only), loads, device, tiny, brief, clock=clock), clock
     for name in _programs(launch.SUMS, arch, only):
         clock = Seconds()
@@ -135,6 +135,12 @@ def _suites(arch: str, device: torch.device, tiny: bool, brief: bool, only: str)
         for name in _programs(operator, arch, only):
             clock = Seconds()
             yield {name: rows.row_problems(operator, device, tiny=tiny)}, clock
+
+
+def _loads(tiny: bool, brief: bool) -> tuple[Load, ...]:
+    if not tiny:
+        return LOADS
+    return TINY_LOADS[1:] if brief else (*TINY_LOADS, TINY_TALL)
 
 
 def _programs(operator: str, arch: str, only: str) -> list[str]:

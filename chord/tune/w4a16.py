@@ -101,7 +101,8 @@ def k_sides(limits: Iterable[int | None]) -> list[Side]:
 def _boxes(
     times: Mapping[Side, Times], programs: Iterable[Program], wrong: set[str], hysteresis: float, wrong_by: int = 1
 ) -> Iterator[Box]:
-    """Routes for each piece of the axis k that a measured shape lies in, a box for each arm's part of most_rows.
+    """Routes for each piece of the axis k that a measured shape lies in, a box for each arm's part of most_rows. Other
+    k of a piece get the same routes: of a small k, those of Kimi's 256.
 
     All of one main loop, the faster one, so that a row's bits do not change with the number of rows. Where fewer rows
     are expected than an arm is for, the arm serves that is never far from the best one, however many of the possible
@@ -132,7 +133,7 @@ def _boxes(
 def _of_the_fastest_loop(times: Mapping[Side, Times], loops: Mapping[str, str]) -> set[str]:
     """The arms of the main loop whose best ones take the least time over all sizes, of those that ran at every size."""
     best: dict[str, list[float]] = {loop: [] for loop in sorted(set(loops.values()))}
-    measured = [means for sizes in times.values() for means in _means(sizes)]
+    measured = [means for sizes in times.values() for means in _means(sizes).values()]
     for loop, found in best.items():
         for means in measured:
             of_loop = [us for arm, us in means.items() if loops.get(arm) == loop]
@@ -146,28 +147,31 @@ def _steadiest(times: Times, arm: str) -> str:
     """The arm that at its worst size is the least slower than the best one, of those that ran at every size. `arm`
     unless another is better.
     """
-    means = _means(times)
+    means = _means(times).values()
     everywhere = sorted(set.intersection(*map(set, means))) if means else []
     worst = {name: max(found[name] / min(found.values()) for found in means) for name in everywhere}
     return min(everywhere, key=lambda name: (worst[name], name != arm), default=arm)
 
 
 def _suited_from(times: Times, arm: str) -> int:
-    """From how many rows on the arm is nowhere slower than the best one by more than SUITS: 0, or a measured size."""
-    sizes = sorted(rows for rows in times if times[rows])
+    """From how many rows on the arm is nowhere slower than the best one by more than SUITS: 0, or a measured size. The
+    last one if it is slow there, too.
+    """
+    found = _means(times)
+    sizes = sorted(found)
     slow = [
-        place
-        for place, means in enumerate(_means({rows: times[rows] for rows in sizes}))
-        if means.get(arm, math.inf) > SUITS * min(means.values())
+        place for place, rows in enumerate(sizes) if found[rows].get(arm, math.inf) > SUITS * min(found[rows].values())
     ]
     return sizes[min(slow[-1] + 1, len(sizes) - 1)] if slow else 0
 
 
-def _means(times: Times) -> list[dict[str, float]]:
-    """By arm, for each size that was measured: over the shapes, of arms that ran on all of them."""
+def _means(times: Times) -> dict[int, dict[str, float]]:
+    """By rows and arm: over the shapes, of arms that ran on all of them. Sizes without any are left out."""
     shapes = max((len(values) for arms in times.values() for values in arms.values()), default=0)
-    found = ({arm: geometric_mean(us) for arm, us in arms.items() if len(us) == shapes} for arms in times.values())
-    return [means for means in found if means]
+    found = {
+        rows: {arm: geometric_mean(us) for arm, us in arms.items() if len(us) == shapes} for rows, arms in times.items()
+    }
+    return {rows: means for rows, means in found.items() if means}
 
 
 def _programs(arch: str) -> Mapping[str, Program]:

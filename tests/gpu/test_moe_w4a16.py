@@ -31,7 +31,7 @@ SHAPES = {
     "glm_4_6_down": WeightShape(20, 5120, 1536),
 }
 TOKENS = {"one_block": 5, "many_experts": 700, "tall_tiles_in_turn": 7000}
-"""The last: some 150 rows an expert, so that a resident program's CTA has tiles of which no two find room at once."""
+"""The last: some 150 rows an expert, so that a CTA of resident_g2_r192 has tiles of which no two find room at once."""
 
 
 def programs(device, shape=SHAPES["one_block"]):

@@ -143,6 +143,6 @@ def test_the_sums_cost_no_more_than_a_launch_of_their_own(cell):
     for _ in range(2):
         row = measure_cell(cell, weights, EventTimer(20), 15)
         ratios.append(row.us / row.chord["two_launches"])
-        if ratios[-1] <= 1.01:
+        if ratios[-1] <= 1.02:
             return
     raise AssertionError(f"times by those of two launches: {ratios}")

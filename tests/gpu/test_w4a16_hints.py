@@ -11,7 +11,7 @@ import chord
 from chord.bench.stats import summarize
 from chord.bench.timing import EventTimer
 from chord.bench.w4a16 import BLOCK_M, SHAPES, TOP_K, Cell, Weights, draw_work, make_weights
-from chord.w4a16.launch import MASKED, routed_program
+from chord.w4a16.launch import MASKED, OPERATOR, routed_program
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +86,7 @@ def test_of_slabs_that_are_mostly_empty(scenario, proj, rows, device):
     experts = packed.shape.experts
     x = torch.randn(experts, WRONG_BY * rows, packed.shape.k, device=device).to(torch.bfloat16)
     counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
-    right = routed_program(packed.shape, rows, "sm_90a", MASKED)
+    right = routed_program(packed.shape, rows, "sm_90a").replace(OPERATOR, MASKED)
     launches = {right: chord.prepare_moe_w4a16_masked(x, packed, counts, expected_rows=rows, program=right)}
     for hint in (rows, -(-rows // WRONG_BY), rows * WRONG_BY):
         prepared = chord.prepare_moe_w4a16_masked(x, packed, counts, expected_rows=hint)

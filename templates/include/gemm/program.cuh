@@ -68,6 +68,7 @@ struct FittingTiles {
     static_assert(((Rest::Tile::threads == threads) && ...), "one launch for all tiles");
     static_assert(((Rest::Tile::smem_bytes == smem_bytes) && ...), "one launch for all tiles");
     static_assert(((Rest::Tile::first_producer == First::Tile::first_producer) && ...), "one producer finds the runs");
+    static_assert(((Rest::Tile::full == First::Tile::full) && ...), "one place for the barriers");
     static_assert(((Rest::Tile::run_rows == First::Tile::run_rows) && ...), "one place for the runs");
     static_assert(First::Tile::chosen % 8 == 0, "a barrier has 8 bytes and stands on such a border");
     static_assert(((Rest::Tile::choice == First::Tile::choice) && ...), "one place for the choice");
@@ -81,7 +82,6 @@ struct FittingTiles {
         const u32 shared = ptx::shared_address(memory);
         if (threadIdx.x == 0) {
             Body::template init_barriers<T>(shared);
-            (init_others<typename Rest::Tile>(shared), ...);
             ptx::mbarrier_init(shared + T::chosen, 1);
         }
         __syncthreads();
@@ -101,13 +101,6 @@ struct FittingTiles {
             choice = ptx::load_shared(shared + T::choice);
         }
         work_chosen<Body, 0, First, Rest...>(problem, rows, shared, __shfl_sync(kFullWarp, choice, 0), window);
-    }
-
-private:
-    // Barriers of a tile that has them at a place of their own.
-    template <class T>
-    static __device__ __forceinline__ void init_others(u32 shared) {
-        if constexpr (T::full != First::Tile::full) Body::template init_barriers<T>(shared);
     }
 };
 

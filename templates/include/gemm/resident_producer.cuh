@@ -114,7 +114,8 @@ struct RowGather {
                     for (u32 i = 0; i < kBatch; ++i) {
                         const u32 row = row_of(32 * h + first + i), source = __shfl_sync(kFullWarp, pair[h], first + i);
                         if (source != kNoRow && piece < pieces) {
-                            ptx::copy_async_16(to + row * kTokenRowBytes + (chunk ^ row % 8 * 16), from + u64{source} * (problem.k * 2));
+                            ptx::copy_async_16(to + row * kTokenRowBytes + (chunk ^ row % 8 * 16),
+                                               from + u64{source} * (problem.k * 2));
                         }
                     }
                 }

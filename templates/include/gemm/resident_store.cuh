@@ -14,7 +14,7 @@ namespace gemm {
 // One of the warps that store what a math warpgroup multiplies: where it is in the line of strips.
 struct StoreWarp {
     u32 shared, group, share, lane;
-    u32 next, parity = 0;  // the strip that comes next, counted from the item's first
+    u32 next, parity = 0;  // the strip that comes next, counted from the item's first; the staging tile's next round
 };
 
 // This warp's rows of an item's strips: kLanes lanes a row, so 8 * kLanes columns of 32 / kLanes rows in a pass. Which rows they are

@@ -6,6 +6,10 @@
 
 namespace gemm {
 
+// Row tiles start on such a border, as the swizzle repeats there. So an item's header holds a tile's address and its rows in one
+// word: address + rows.
+constexpr u32 kTileAlignment = 1024;
+
 // kGroups: math warpgroups, each with a strip of its own. kMaxRows: most token rows of a tile. kMaxK: largest K.
 // kStoreWarps: warps that store what one math warpgroup has multiplied.
 // kStreamWarps, kGatherWarps: the producer's warps, which stream weights, strip by strip in turn, and gather rows.
@@ -25,6 +29,7 @@ struct ResidentTile {
     // Registers a thread: what the launch reserves, and how the warpgroups share it out (in steps of 8).
     static constexpr u32 entry_registers = 65536 / threads / 8 * 8;
     static constexpr u32 producer_registers = kGroups == 4 ? 48 : 56;
+    // Of a storing thread: what it needs besides, and the places of its rows, eight lanes a row (resident_store.cuh).
     static constexpr u32 store_registers = round_up((kGroups == 4 ? 30 : 36) + ceil_div(kMaxRows, 4 * kStoreWarps), 8u);
     static constexpr u32 math_registers = (threads * entry_registers - producer_threads * producer_registers -
                                            store_threads * store_registers) / math_threads / 8 * 8;
@@ -49,16 +54,18 @@ struct ResidentTile {
     static constexpr u32 run_later = run_tile + 4 * runs, run_counts = run_later + 4 * runs;
     static constexpr u32 slot_base = run_counts + 4 * 16;
     static constexpr u32 staging = round_up(slot_base + slots * slot_bytes, 128u);
-    static constexpr u32 tokens = round_up(staging + kGroups * staging_bytes, 1024u);
+    static constexpr u32 tokens = round_up(staging + kGroups * staging_bytes, kTileAlignment);
     static constexpr u32 smem_bytes = 232448;  // all that a CTA may have: the ring takes what is left
 
-    // The ring holds at least this much, so that weights keep streaming. Its stages are a multiple of what follows: each stage then
+    // At least so much is left for the ring, so that weights keep streaming; whole rounds of stages, max_stages at most, may fill less
+    // of it. Its stages are a multiple of what follows: each stage then
     // belongs to one warpgroup and to one streaming warp. Were it not so, either could come to a stage whose round before is not
     // over, and a wait by parity would take that for the round after.
     static constexpr u32 min_ring_bytes = 54 * 1024;
     static constexpr u32 stage_multiple = kGroups * kStreamWarps / (kGroups % 2 == 0 && kStreamWarps == 2 ? 2 : 1);
 
     static_assert(kMaxRows % 16 == 0 && kMaxRows >= 64 && kMaxRows <= 192, "a tile holds up to 64, 80, ... 192 rows");
+    static_assert(kMaxRows < kTileAlignment, "a tile's rows are told in the lower bits of its address");
     static_assert(kMaxK % kBlock == 0, "k comes in blocks");
     static_assert(producer_warps % 4 == 0, "the producer is warpgroups of its own, as registers are shared out to these");
     static_assert(store_registers <= entry_registers && producer_registers <= entry_registers, "helpers give registers away");
@@ -66,10 +73,6 @@ struct ResidentTile {
     static_assert(staged_empty + 8 * kGroups <= run_slot, "barriers end before lists begin");
     static_assert(tokens + min_ring_bytes < smem_bytes, "no room for tokens");
 };
-
-// Row tiles start on such a border, as the swizzle repeats there. So an item's header holds a tile's address and its rows in one
-// word: address + rows.
-constexpr u32 kTileAlignment = 1024;
 
 // The widths that exist as code: every multiple of 8 up to 64 rows, then every multiple of 16.
 __device__ __forceinline__ u32 resident_width(u32 rows) { return round_up(rows, rows <= 64 ? 8u : 16u); }

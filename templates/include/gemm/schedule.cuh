@@ -13,7 +13,7 @@ struct Item {
     u32 width;       // rows as the tensor cores see them
     u32 group;       // of 256 outputs
     u32 strip, strips;
-    bool only;  // its expert has no other tile
+    bool only;       // its run has no other tile
 };
 
 // One copy in each producer warp: all follow the same sequence. Items are numbered tile by tile, outputs fastest, so that

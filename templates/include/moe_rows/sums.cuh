@@ -1,5 +1,5 @@
-// The weighted sums of each token's rows right behind the kernel that writes them: launched while that one runs, with the first
-// routes at hand when it ends.
+// The weighted sums of each token's rows right behind the kernel that writes them: launched before that one ends. A block starts
+// where one of that kernel's is done, and has its first routes at hand when the last is.
 #pragma once
 #include "common/types.cuh"
 #include "moe_rows/rows.cuh"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -270,6 +273,8 @@ def test_w4a16_sweeps_survive_an_early_end_and_leave_wrong_arms_out(monkeypatch)
     monkeypatch.setattr(w4a16, "make_weights", lambda shape: None)
     monkeypatch.setattr(w4a16, "EventTimer", lambda steady_ms: None)
     monkeypatch.setattr(w4a16, "_measure", measure)
+    program = partial(SimpleNamespace, constants={"loop": "wgmma"}, limit=lambda key: None)
+    monkeypatch.setattr(w4a16, "_programs", lambda arch: {arm: program(arm=arm) for arm in ("fast", "slow")})
     monkeypatch.setattr(w4a16, "describe_run", lambda *given: Results(
         suite="w4a16", date="", gpu="g", driver="", torch="", commit="", peers={}, method="", flush="read",
         steady_ms=1, rows=[],

@@ -175,7 +175,7 @@ def test_packers_are_compared_with_torchs_packing():
 
 
 def test_loads_are_legal_and_name_programs():
-    for load in (*qualify_w4a16.LOADS, *qualify_w4a16.TINY_LOADS):
+    for load in (*qualify_w4a16.LOADS, *qualify_w4a16.TINY_LOADS, qualify_w4a16.TINY_TALL):
         assert load.block_m % 8 == 0
     assert {"moe_w4a16.wgmma_r32", "moe_w4a16.mma_r32"} <= set(qualify_w4a16._programs("moe_w4a16", "sm_90a", "*"))
     assert qualify_w4a16._programs("moe_w4a16", "sm_90a", "*mma_r48") == ["moe_w4a16.mma_r48"]

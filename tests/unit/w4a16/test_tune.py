@@ -115,8 +115,18 @@ def test_slabs_keep_the_guard_until_a_part_of_the_expected_rows_suits_the_arm():
     assert high.intervals == [(0, 8 * 32 - 1, "steady"), (8 * 32, last, "many")]
 
 
+def test_a_size_that_one_shape_lacks_moves_no_other():
+    """At 4 and 32 rows the arm is slow; at 16 only one of two shapes was measured."""
+    best, slow = [10.0, 10.0], [12.0, 12.0]
+    times = {4: {"arm": slow, "best": best}, 16: {"arm": [10.0], "best": [10.0]}, 32: {"arm": slow, "best": best}}
+    times |= {64: {"arm": best, "best": best}}
+    assert w4a16._suited_from(times, "arm") == 64
+    assert w4a16._suited_from({**times, 64: {"arm": slow, "best": best}}, "arm") == 64
+    assert w4a16._suited_from(times, "best") == 0
+
+
 def test_programs_of_several_tiles_only_guard_and_all_routes_have_one_loop():
-    times = {(64, 512): {rows: {"plain": [2.0], "other": [1.0 + rows], "several": [1.9]} for rows in (1, 64)}}
+    times = {(64, 512): {rows: {"plain": [2.0], "other": [1.0 * rows], "several": [1.9]} for rows in (1, 64)}}
     found = [*programs("plain", several=True), *programs("other", loop="mma")]
     (box,) = w4a16._boxes(times, found, set(), 0.02)
     assert box.intervals == [(0, w4a16.MAX_EXPERT_ROWS, "plain")]
