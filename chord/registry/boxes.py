@@ -22,7 +22,6 @@ Interval = tuple[int, int]
 Combination = tuple[Constant, ...]
 """One value per choice key, in the order of `Domain.choice_keys`."""
 
-
 _FEW_BOXES = 64
 """Boxes of a combination up to which each is compared with every other."""
 
@@ -122,8 +121,8 @@ def check_cover(axes: Sequence[Axis], routes: Sequence[Route]) -> list[str]:
     most = _most_cells(domain, routes)
     if most > MAX_CELLS:
         return [f"the routes' bounds cut the domain into as many as {most} cells, expected at most {MAX_CELLS}"]
-    for combination, tree in build_trees(domain, routes).items():
-        for sides, programs in _cells(domain.ranges, tree):
+    for combination, found in boxes.items():
+        for sides, programs in _cells(domain.ranges, _split(domain.ranges, 0, found)):
             if len(programs) != 1:
                 fault = f"more than one route ({', '.join(programs)})" if programs else "no route"
                 problems.append(f"{_cell_text(domain, combination, sides)}: {fault}")

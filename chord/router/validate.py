@@ -7,6 +7,7 @@ that tracing reports the same errors; `check_memory` reads addresses and runs on
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -185,18 +186,18 @@ def check_results(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_tokens
 def check_memory(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
-    anywhere: Mapping[str, torch.Tensor] | None = None,
+    anywhere: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Every buffer starts on a 16-byte boundary and no output shares bytes with another buffer.
 
     anywhere: more inputs, which may start at any address.
     """
     spans = []
-    for name, tensor in (*inputs.items(), *outputs.items(), *(anywhere or {}).items()):
+    for name, tensor in (*inputs.items(), *outputs.items(), *anywhere.items()):
         start, size = tensor.data_ptr(), tensor.nbytes
         if size == 0:
             continue
-        if start % ALIGNMENT_BYTES and (anywhere is None or name not in anywhere):
+        if start % ALIGNMENT_BYTES and name not in anywhere:
             raise ValueError(
                 f"{name}: expected an address that is a multiple of {ALIGNMENT_BYTES} bytes, got {start:#x}"
                 f" (off by {start % ALIGNMENT_BYTES}); pass a copy of its own"

@@ -64,8 +64,7 @@ def tune(
     after the last measured size, without routes, which need every shape. save is called after each size.
     """
     results = describe_run("w4a16", METHOD, "read", steady_ms, {}, commit)
-    tuning = Tuning(OPERATOR, _runtime.architecture(torch.cuda.current_device()), results)
-    tuning.kept = "all_rows"
+    tuning = Tuning(OPERATOR, _runtime.architecture(torch.cuda.current_device()), results, kept="all_rows")
     times: dict[Side, dict[int, dict[str, list[float]]]] = {}
     sides = k_sides(program.limit("k") for program in _programs(tuning.arch).values())
     wrong: set[str] = set()
@@ -205,12 +204,7 @@ def tokens_for(expert_rows: int, experts: int) -> int:
 
 def intervals(times: Times, hysteresis: float) -> list[Interval]:
     """Routes over all rows of an expert: by the geometric mean over the shapes, of arms that ran on all of them."""
-    shapes = max((len(values) for arms in times.values() for values in arms.values()), default=0)
-    general = {
-        rows: {arm: geometric_mean(values) for arm, values in arms.items() if len(values) == shapes}
-        for rows, arms in times.items()
-    }
-    return choose(general, {}, first=0, last=MAX_EXPERT_ROWS, limits={}, hysteresis=hysteresis)
+    return choose(_means(times), {}, first=0, last=MAX_EXPERT_ROWS, limits={}, hysteresis=hysteresis)
 
 
 def _measure(
